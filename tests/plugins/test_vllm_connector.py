@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from headwater.clock import SystemClock
+from headwater.plugins.identity import storage_keys
 from headwater.plugins.settings import PluginConfig
+from headwater.plugins.storage_metrics import sample_writes
+from headwater.plugins.vllm.connector_metrics import StatsDelta
 from headwater.plugins.vllm.connector_worker import ConnectorWorker
 from headwater.plugins.vllm.host_tier import HostTier, HostTierConfig
 from headwater.plugins.vllm.messages import OrderEnd, RankReport
@@ -32,7 +35,7 @@ def content(block_hash, layer):
 class Engine:
     """A stand-in for vLLM: its KV cache, its steps, and what it does with a failed load."""
 
-    def __init__(self, *, num_slots=32, eviction="lru", **settings):
+    def __init__(self, *, num_slots=32, eviction="lru", max_waiting=4096, **settings):
         self.layers = {name: torch.zeros((64, 2, TOKENS, 4)) for name in ("l0", "l1")}
         pages = KVPages(self.layers, 64)
         settings.setdefault("backend", "tests.plugins.backends:SharedMemory")
@@ -46,6 +49,7 @@ class Engine:
                 identity=b"scheduler",
                 eviction=eviction,
                 lookup_timeout_s=config.lookup_timeout_s,
+                max_waiting_writes=max_waiting,
             ),
             SystemClock(),
         )
@@ -232,3 +236,46 @@ def test_a_load_counts_when_every_rank_has_reported(make_engine):
     tier.finish("r", 64, 0)
     tier.check()
     assert not any((tier._loads, tier._requests, tier._reports))
+
+
+def test_prefixes_that_prompts_share_are_written_before_others(make_engine):
+    """While storage hangs, writes wait; the branch of two prompts is first among them."""
+    engine = make_engine(num_slots=64, lookup_timeout_s=0.05)
+    engine.serve("first", make_hashes(1, "warm"))
+    engine.drain()
+    SHARED["store"].hang = Event()
+    for n in range(4):  # as many as run at once
+        engine.serve(f"in flight {n}", make_hashes(1, f"in flight {n}"))
+    engine.serve("alone", make_hashes(2, "alone"))
+    system = make_hashes(2, "system")
+    engine.tier._uses.record([*storage_keys(b"scheduler", system), b"another user"])
+    engine.serve("user", [*system, *make_hashes(1, "user")])
+
+    _, start, hashes = engine.tier.waiting.pop()
+
+    assert (start, hashes[:2]) == (0, system)
+
+
+def test_waiting_and_dropped_writes_are_metrics(make_engine):
+    """Both are the scheduler's: it holds the queue. What did not fit was dropped and counted."""
+    engine = make_engine(num_slots=64, lookup_timeout_s=0.05, max_waiting=2)
+    engine.serve("first", make_hashes(1, "warm"))
+    engine.drain()
+    delta = StatsDelta()
+    SHARED["store"].hang = Event()
+    for n in range(8):
+        engine.serve(str(n), make_hashes(1, f"run {n}"))
+
+    stats = delta.take(sample_writes(engine.tier.waiting))
+    SHARED["store"].hang.set()
+    SHARED["store"].hang = None
+    engine.drain()
+    later = delta.take(sample_writes(engine.tier.waiting))
+
+    assert stats is not None
+    assert stats.data == {
+        "headwater:storage_writes_waiting": 2,
+        "headwater:storage_writes_dropped": 2,
+    }
+    assert later is not None
+    assert later.data == {"headwater:storage_writes_waiting": 0}

@@ -302,3 +302,32 @@ def test_draining_ends_every_job(make_harness):
 
     assert sorted(result.job_id for result in harness.tier.get_finished_jobs()) == [0, 1, 2, 3]
     assert not harness.tier.has_pending_work()
+
+
+def test_prefixes_that_were_asked_for_before_are_written_first(make_harness):
+    """While storage hangs, jobs wait; the most used prefix is next when it answers again."""
+    harness = make_harness()
+    fill(harness)
+    used, new, busy = (make_offload_keys(4, run) for run in ("used", "new", "busy"))
+    for n in range(2):
+        context = ReqContext(f"past {n}")
+        for place, key in enumerate(used):
+            context.set_offload_key_position(key, 16 * (place + 1))
+        harness.tier.on_request_finished(context)
+    harness.lookup(make_offload_keys(1))
+    store = SHARED["store"]
+    store.hang = Event()
+    for n, key in enumerate(busy):
+        harness.tier.submit_store(
+            TransferJob(n, [key], np.array([n]), False, ReqContext("busy"))
+        )
+    for n, keys in enumerate((new, used)):
+        chunks = np.arange(4) + 4 * (n + 1)
+        harness.tier.submit_store(
+            TransferJob(10 + n, keys, chunks, False, ReqContext("request"))
+        )
+
+    transfer, _, _ = harness.tier._writes.pop()
+
+    assert transfer.keys == used
+    store.hang.set()

@@ -2,31 +2,37 @@
 
 import pytest
 
-from headwater.plugins.write_order import UseCounts, WriteOrder
+from headwater.cache.storage_queue import WriteLevel
+from headwater.plugins.write_order import PrefixUses, WriteOrder, WriteRank
 
 
-def test_prefixes_that_returned_are_written_first_and_their_start_before_their_end():
-    """Uses count most, then the place in the prompt, then which is newer."""
+def rank(uses=1, end=32, start=0, level=WriteLevel.OTHER):
+    return WriteRank(level, -uses, end, start)
+
+
+def test_shared_prefixes_come_first_then_the_most_used_then_short_prompts_from_their_start():
+    """The order in which Headwater's own engine writes to storage."""
     order: WriteOrder[str] = WriteOrder(100)
-    order.add("new end", count=1, uses=0, position=16)
-    order.add("old start", count=1, uses=0, position=0)
-    order.add("returned end", count=1, uses=2, position=16)
-    order.add("returned start", count=1, uses=2, position=0)
-    order.add("new start", count=1, uses=0, position=0)
+    order.add("long start", count=1, rank=rank(end=64))
+    order.add("end", count=1, rank=rank(start=16))
+    order.add("start", count=1, rank=rank())
+    order.add("later start", count=1, rank=rank())
+    order.add("used", count=1, rank=rank(uses=3, end=64))
+    order.add("shared", count=1, rank=rank(uses=2, end=64, level=WriteLevel.SHARED))
 
-    written = [order.pop() for _ in range(5)]
+    written = [order.pop() for _ in range(6)]
 
-    assert written == ["returned start", "returned end", "new start", "old start", "new end"]
+    assert written == ["shared", "used", "start", "later start", "end", "long start"]
     assert order.pop() is None
 
 
 def test_what_is_least_likely_to_return_is_dropped_at_the_bound():
     """The bound holds, and every dropped block is counted."""
     order: WriteOrder[str] = WriteOrder(4)
-    assert order.add("returned", count=2, uses=1, position=0) == []
-    assert order.add("new", count=2, uses=0, position=0) == []
+    assert order.add("returned", count=2, rank=rank(uses=2)) == []
+    assert order.add("new", count=2, rank=rank()) == []
 
-    dropped = order.add("returned too", count=2, uses=1, position=4)
+    dropped = order.add("returned too", count=2, rank=rank(uses=2, start=4))
 
     assert (dropped, order.num_dropped, order.num_blocks) == (["new"], 2, 4)
     order.check()
@@ -35,17 +41,43 @@ def test_what_is_least_likely_to_return_is_dropped_at_the_bound():
 def test_an_item_that_is_the_least_valuable_is_dropped_itself():
     """A full queue of better blocks does not change."""
     order: WriteOrder[str] = WriteOrder(2)
-    order.add("returned", count=2, uses=1, position=0)
+    order.add("returned", count=2, rank=rank(uses=2))
 
-    assert order.add("new", count=1, uses=0, position=0) == ["new"]
+    assert order.add("new", count=1, rank=rank()) == ["new"]
+
+
+def test_a_prefix_is_shared_once_two_prompts_went_on_differently():
+    """Its blocks are counted, and those before the branch get the rank of the branch."""
+    uses = PrefixUses()
+    uses.record("system alice".split())
+    continued = uses.rank(["system", "alice", "more"], [(0, 1), (1, 2), (2, 3)])
+    uses.record("system bob".split())
+    again = uses.rank(["system", "carol"], [(0, 1), (1, 2)])
+
+    other, shared = WriteLevel.OTHER, WriteLevel.SHARED
+    assert continued == [(other, -2), (other, -2), (other, -1)]
+    assert again == [(shared, -3), (other, -1)]
+
+
+def test_a_request_that_branches_now_makes_its_prefix_shared_at_once():
+    """Its own blocks say where it differs from the prompt before."""
+    uses = PrefixUses()
+    uses.record("a b c".split())
+
+    assert uses.rank("a b d".split(), [(0, 2), (2, 3)]) == [
+        (WriteLevel.SHARED, -2),
+        (WriteLevel.OTHER, -1),
+    ]
 
 
 @pytest.mark.parametrize("max_keys", [1, 8])
 def test_uses_are_remembered_for_a_bounded_number_of_keys(max_keys):
     """The oldest keys are forgotten first."""
-    uses = UseCounts(max_keys)
+    uses = PrefixUses(max_keys)
     for key in range(20):
         uses.record([key])
     uses.record([19])
 
-    assert (len(uses), uses.of(19), uses.of(0)) == (max_keys, 2, 0)
+    assert len(uses) == max_keys
+    assert uses.rank([19], [(0, 1)]) == [(WriteLevel.OTHER, -3)]
+    assert uses.rank([0], [(0, 1)]) == [(WriteLevel.OTHER, -1)]

@@ -79,6 +79,7 @@ def main() -> None:
     if job.get("drain_s"):
         _drain(llm, job["drain_s"])
         say(drained=True)
+    say(metrics={m.name: m.value for m in llm.get_metrics() if m.name.startswith("headwater")})
     if job.get("hold"):
         sys.stdin.readline()
 

@@ -8,8 +8,9 @@ turn, and the order decides what storage can find later. First are, in this orde
 3. all others,
 4. sessions that are over, as their client said;
 
-within each, blocks that were used most often, then the shortest runs, then the oldest. A block in storage is found only if all blocks before it are
-there too. So a node waits until its parent is stored, and lends the parent its rank.
+within each, blocks that were used most often, then the shortest runs, then the oldest. A block in
+storage is found only if all blocks before it are there too. So a node waits until its parent is
+stored, and lends the parent its rank.
 
 Bounds: a queued node is in the tree and has host blocks. There are at most `max_nodes`; above
 that the lower half by rank is dropped. The heap has at most twice as many entries, plus a
@@ -42,7 +43,7 @@ _Entry: TypeAlias = tuple[WriteRank, int, Node]
 
 _MAX_NODES = 16_384
 _SPARE_ENTRIES = 1_024
-_MANY_USES = 6
+MANY_USES = 6
 """More uses say nothing more about the next one."""
 
 
@@ -148,7 +149,7 @@ class StorageQueue:
         if not self._by_reuse:
             return 0, 0, 0, number
         unstored = len(node.host) - node.num_stored
-        rank = _level(node, now), -min(_uses(node), _MANY_USES), unstored, number
+        rank = _level(node, now), -min(_uses(node), MANY_USES), unstored, number
         if len(node.children) == 1:
             # Its child may have waited for it. Of several children it has the rank of shared ones.
             child = self._entries.get(next(iter(node.children.values())))

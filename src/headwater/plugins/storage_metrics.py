@@ -1,10 +1,17 @@
 """Metrics of the storage below another engine: the same names as Headwater's own."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headwater.storage import BreakerState, StorageStats
 from headwater.transfer.mover import LinkTotals
+
+
+class WaitingWrites(Protocol):
+    """Writes that wait, as `WriteOrder` counts them."""
+
+    num_blocks: int
+    num_dropped: int
 
 
 class PluginMetric(NamedTuple):
@@ -72,13 +79,9 @@ METRICS = (
 
 
 def sample_storage(
-    stats: StorageStats,
-    links: Mapping[str, LinkTotals],
-    block_bytes: int,
-    num_waiting: int,
-    num_dropped: int,
+    stats: StorageStats, links: Mapping[str, LinkTotals], block_bytes: int
 ) -> Iterator[Sample]:
-    """The current value of every metric."""
+    """What storage and the links to it say now."""
     for link, totals in links.items():
         if link != "lookup":
             yield Sample(BYTES, totals.num_blocks * block_bytes, (link,))
@@ -92,8 +95,12 @@ def sample_storage(
     yield Sample(THREADS_LOST, stats.threads_lost)
     yield Sample(USED, stats.used_bytes or 0)
     yield Sample(EVICTED, stats.blocks_evicted)
-    yield Sample(WAITING, num_waiting)
-    yield Sample(DROPPED, num_dropped)
+
+
+def sample_writes(waiting: WaitingWrites) -> Iterator[Sample]:
+    """What waits to be written now, and what was dropped so far."""
+    yield Sample(WAITING, waiting.num_blocks)
+    yield Sample(DROPPED, waiting.num_dropped)
 
 
 def _is_open(state: str) -> int:

@@ -1,18 +1,22 @@
 """The order of writes to storage: blocks most likely to be used again come first.
 
-Storage often accepts less than an engine computes. Then the order decides what is found later:
+Storage often accepts less than an engine computes. Then the order decides what is found later. It is
+the order of Headwater's own engine (`headwater.cache.storage_queue`):
 
-1. blocks of prefixes that were asked for before, more often first;
-2. among them the start of a prompt before its end: a block is of no use without those before it;
-3. then the newest.
+1. prefixes that several prompts share;
+2. blocks that were used most often;
+3. the shortest prompts, and of one prompt its start: a block is of no use without those before it;
+4. the oldest.
 
 Blocks above the bound are dropped from the end of this order and counted.
 """
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
+
+from headwater.cache.storage_queue import MANY_USES, WriteLevel
 
 T = TypeVar("T")
 
@@ -20,17 +24,26 @@ MAX_SEEN = 1 << 17
 """Number of keys whose uses are remembered."""
 
 
+class WriteRank(NamedTuple):
+    """The place of some blocks in the order of writes: least first."""
+
+    level: WriteLevel
+    minus_uses: int
+    """Minus the number of requests that had the blocks, the present one included."""
+
+    end: int
+    """Where the prompt ends, as far as it is known."""
+
+    start: int
+    """Where the blocks begin in it."""
+
+
 class _Waiting(NamedTuple):
-    """Blocks that wait; sorted by the first three fields, least likely to be used again
-    first."""
-
-    uses: int
-    depth: int
+    rank: WriteRank
     number: int
-    num_blocks: int
+    """Grows with time."""
 
-    def __lt__(self, other: tuple[object, ...]) -> bool:
-        return tuple(self[:3]) < tuple(other[:3])
+    num_blocks: int
 
 
 class WriteOrder(Generic[T]):
@@ -39,7 +52,7 @@ class WriteOrder(Generic[T]):
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._waiting: list[_Waiting] = []
-        """Sorted; the last one is written first."""
+        """Sorted; the first is written first."""
         self._items: dict[int, T] = {}
         self._last = 0
         self.num_blocks = 0
@@ -49,23 +62,22 @@ class WriteOrder(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, item: T, *, count: int, uses: int, position: int) -> list[T]:
-        """Add `count` waiting blocks. The first is block `position` of its prompt; its prefix
-        was requested `uses` times. Returns the items that are dropped, possibly this one."""
+    def add(self, item: T, *, count: int, rank: WriteRank) -> list[T]:
+        """`count` blocks wait. Returns what is dropped for them, perhaps `item` itself."""
         self._last += 1
-        insort(self._waiting, _Waiting(uses, -position, self._last, count))
+        insort(self._waiting, _Waiting(rank, self._last, count))
         self._items[self._last] = item
         self.num_blocks += count
         dropped = []
         while self.num_blocks > self._max_blocks and self._waiting:
-            worst = self._waiting.pop(0)
+            worst = self._waiting.pop()
             self.num_dropped += worst.num_blocks
             dropped.append(self._remove(worst))
         return dropped
 
     def pop(self) -> T | None:
         """The most valuable item, or None."""
-        return self._remove(self._waiting.pop()) if self._waiting else None
+        return self._remove(self._waiting.pop(0)) if self._waiting else None
 
     def clear(self) -> list[T]:
         """Remove and return all items, in any order."""
@@ -87,24 +99,68 @@ class WriteOrder(Generic[T]):
         return self._items.pop(waiting.number)
 
 
-class UseCounts:
-    """How often keys were requested recently; the oldest are forgotten."""
+class _Use:
+    """What is known of one block of the requests so far."""
+
+    __slots__ = ("is_shared", "next_key", "uses")
+
+    def __init__(self) -> None:
+        self.uses = 0
+        self.next_key: Hashable = None
+        """The block that followed it, where one did."""
+        self.is_shared = False
+        """Whether different blocks followed it."""
+
+
+class PrefixUses:
+    """How often blocks were used lately, and which of them several prompts share."""
 
     def __init__(self, max_keys: int = MAX_SEEN) -> None:
         self._max_keys = max_keys
-        self._counts: OrderedDict[Hashable, int] = OrderedDict()
+        self._uses: OrderedDict[Hashable, _Use] = OrderedDict()
+        """The least recently used first."""
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._uses)
 
-    def record(self, keys: Iterable[Hashable]) -> None:
-        """A request used these keys."""
-        counts = self._counts
-        for key in keys:
-            counts[key] = counts.pop(key, 0) + 1
-        while len(counts) > self._max_keys:
-            counts.popitem(last=False)
+    def record(self, path: Sequence[Hashable]) -> None:
+        """A request with the blocks of `path` has finished."""
+        before: _Use | None = None
+        for key in path:
+            use = self._uses.get(key)
+            if use is None:
+                use = self._uses[key] = _Use()
+            else:
+                self._uses.move_to_end(key)
+            use.uses += 1
+            if before is not None:
+                before.is_shared |= before.next_key not in (None, key)
+                before.next_key = key
+            before = use
+        while len(self._uses) > self._max_keys:
+            self._uses.popitem(last=False)
 
-    def of(self, key: Hashable) -> int:
-        """How often `key` was requested."""
-        return self._counts.get(key, 0)
+    def rank(
+        self, path: Sequence[Hashable], slices: Sequence[tuple[int, int]]
+    ) -> list[tuple[WriteLevel, int]]:
+        """Level and minus the uses of each slice of `path`, for a request that has not finished.
+
+        A block lends its rank to those before it, without which it cannot be found.
+        """
+        best, at = (WriteLevel.OTHER, -1), len(path)
+        ranks = []
+        for start, _ in reversed(slices):
+            while at > start:
+                at -= 1
+                follower = path[at + 1] if at + 1 < len(path) else None
+                best = min(best, self._rank(path[at], follower))
+            ranks.append(best)
+        return ranks[::-1]
+
+    def _rank(self, key: Hashable, follower: Hashable) -> tuple[WriteLevel, int]:
+        use = self._uses.get(key)
+        if use is None:
+            return WriteLevel.OTHER, -1
+        branches = follower is not None and use.next_key not in (None, follower)
+        level = WriteLevel.SHARED if use.is_shared or branches else WriteLevel.OTHER
+        return level, -min(use.uses + 1, MANY_USES)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from headwater.clock import SystemClock
+from headwater.plugins.storage_metrics import sample_storage, sample_writes
 from headwater.plugins.vllm.connector_config import ConnectorConfig, KVShape
 from headwater.plugins.vllm.connector_metrics import (
     ConnectorPromMetrics,
@@ -202,10 +203,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker is None else self._worker.take_report()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """vLLM adds those of the scheduler, where writes wait, to those of the workers."""
+        if self._tier is not None:
+            return self._totals.take(sample_writes(self._tier.waiting))
         if self._worker is None or self._worker.storage is None:
             return None
         storage = self._worker.storage
-        return self._totals.take(storage.stats(), storage.links, self._worker.slab.block_bytes)
+        block_bytes = self._worker.slab.block_bytes
+        return self._totals.take(sample_storage(storage.stats(), storage.links, block_bytes))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

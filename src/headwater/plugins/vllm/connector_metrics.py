@@ -1,6 +1,6 @@
 """Metrics of the connector in vLLM's logs and Prometheus, under Headwater's names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from headwater.plugins.storage_metrics import METRICS, sample_storage
-from headwater.storage import StorageStats
-from headwater.transfer.mover import LinkTotals
+from headwater.plugins.storage_metrics import METRICS, Sample
 
 _SEPARATOR = "|"
 """Separates a metric's name and its labels: stats are sent as one flat mapping."""
@@ -48,11 +46,10 @@ class StatsDelta:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
-    def take(
-        self, stats: StorageStats, links: Mapping[str, LinkTotals], block_bytes: int
-    ) -> ConnectorStats | None:
+    def take(self, samples: Iterable[Sample]) -> ConnectorStats | None:
+        """What changed since the last call."""
         data: dict[str, float] = {}
-        for sample in sample_storage(stats, links, block_bytes, 0, 0):
+        for sample in samples:
             name = _SEPARATOR.join((sample.metric.name, *sample.labels))
             before = self._last.get(name, 0.0)
             if sample.value != before:

@@ -26,7 +26,7 @@ from headwater.plugins.vllm.messages import (
     StepOrders,
     StoreOrder,
 )
-from headwater.plugins.write_order import UseCounts, WriteOrder
+from headwater.plugins.write_order import PrefixUses, WriteOrder, WriteRank
 from headwater.types import EMPTY, BlockKey, RequestId, Slots
 
 _STORE_BLOCKS = 16
@@ -116,7 +116,7 @@ class HostTier:
         self._stores: dict[int, Lease] = {}
         self._reports: dict[int, list[OrderEnd]] = {}
         """For orders that not every rank has reported."""
-        self._uses = UseCounts()
+        self._uses = PrefixUses()
         self.waiting: WriteOrder[tuple[TokenPath, int, list[bytes]]] = WriteOrder(
             config.max_waiting_writes
         )
@@ -201,6 +201,7 @@ class HostTier:
         request = self._requests.get(name)
         if request is not None:
             request.finished = FinishedRequest(prompt_tokens, output_tokens)
+            self._uses.record(request.keys)
             self._settle(request)
 
     def take_orders(self) -> StepOrders:
@@ -248,7 +249,6 @@ class HostTier:
         request.lookup = self._next()
         request.asked_at, request.asked_s = start, self._clock.now()
         self._lookups[request.lookup] = request
-        self._uses.record(hashes[start:])
         self._orders.lookups.append(LookupOrder(request.lookup, hashes[start:]))
 
     def _lease(self, request: _Running, path: TokenPath) -> Lease:
@@ -307,14 +307,20 @@ class HostTier:
         surplus = self._cache.commit(lease, save.path, save.slots, now=self._clock.now())
         self._cache.free(surplus)
         if self._config.has_storage:
-            self._queue_stores(save, start)
+            self._queue_stores(save, start, request.keys)
         self._settle(request)
 
-    def _queue_stores(self, save: _Save, start: int) -> None:
-        for at in range(start, len(save.hashes), _STORE_BLOCKS):
-            hashes = save.hashes[at : at + _STORE_BLOCKS]
-            uses = self._uses.of(hashes[0])
-            self.waiting.add((save.path, at, hashes), count=len(hashes), uses=uses, position=at)
+    def _queue_stores(self, save: _Save, start: int, keys: list[BlockKey]) -> None:
+        end = len(save.hashes)
+        starts = range(start, end, _STORE_BLOCKS)
+        slices = [(at, min(at + _STORE_BLOCKS, end)) for at in starts]
+        ranks = self._uses.rank(keys, slices)
+        for (at, until), (level, uses) in zip(slices, ranks, strict=True):
+            self.waiting.add(
+                (save.path, at, save.hashes[at:until]),
+                count=until - at,
+                rank=WriteRank(level, uses, end, at),
+            )
 
     def _start_stores(self) -> None:
         while len(self._stores) < _MAX_STORES:

@@ -30,6 +30,7 @@ from headwater.cache.policy import (
 from headwater.clock import Clock, SystemClock
 from headwater.plugins.identity import key_path
 from headwater.plugins.versions import require_tested
+from headwater.plugins.vllm.paths import group_of, group_paths, positions
 from headwater.types import EMPTY, BlockKey, RequestId
 
 _PRESENT = np.zeros(1, dtype=np.int64)
@@ -95,7 +96,7 @@ class SessionCachePolicy(CachePolicy):
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         if req_context.get_state(_PromptEnd) is None:
-            ends = _positions(req_context).values()
+            ends = positions(req_context).values()
             req_context.set_state(_PromptEnd(max(ends, default=0)))
             if not self._chunk_tokens:
                 self._chunk_tokens = min(ends, default=0)
@@ -171,7 +172,7 @@ class SessionCachePolicy(CachePolicy):
         """Tell the policy about a finished request; return the runs of its path, with their
         marks."""
         size = self._chunk_tokens or _DEFAULT_CHUNK_TOKENS
-        ends = _positions(req_context)
+        ends = positions(req_context)
         end = ends.get(path[-1], len(path) * size)
         known = req_context.get_state(_PromptEnd)
         prompt_tokens = end if known is None else known.tokens
@@ -210,24 +211,16 @@ class SessionCachePolicy(CachePolicy):
         node.children.clear()
 
 
-def _positions(req_context: ReqContext) -> dict[OffloadKey, int]:
-    """End token of every key of the request, stored or not; filled by vLLM's scheduler."""
-    positions: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-    return positions
-
-
 def _paths(
     key_groups: Sequence[Sequence[OffloadKey]], req_context: ReqContext
 ) -> list[list[OffloadKey]]:
     """The keys of each KV cache group from the start of the prompt, including chunks in the
     GPU's cache, as far as the request has stored or found any."""
-    ends = _positions(req_context)
-    by_group: dict[bytes, list[OffloadKey]] = {}
-    for key in sorted(ends, key=ends.__getitem__):
-        by_group.setdefault(key[-4:], []).append(key)
+    ends = positions(req_context)
+    by_group = group_paths(req_context)
     paths = []
     for keys in key_groups:
-        whole = by_group.get(keys[0][-4:], []) if keys else []
+        whole = by_group.get(group_of(keys[0]), []) if keys else []
         if whole and set(whole).issuperset(keys):
             observed = max(ends[key] for key in keys)
             paths.append([key for key in whole if ends[key] <= observed])

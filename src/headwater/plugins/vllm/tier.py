@@ -33,9 +33,10 @@ from headwater.plugins.staging import StagedStorage
 from headwater.plugins.storage_jobs import StorageJobs
 from headwater.plugins.versions import require_tested
 from headwater.plugins.vllm.identity import HASH_BYTES, identify_offload
+from headwater.plugins.vllm.paths import GROUP_BYTES, group_paths, positions
 from headwater.plugins.vllm.primary import PrimaryMemory
 from headwater.plugins.vllm.tier_metrics import TierMetrics, metric_definitions
-from headwater.plugins.write_order import UseCounts, WriteOrder
+from headwater.plugins.write_order import PrefixUses, WriteOrder, WriteRank
 from headwater.types import BlockKey, JobId
 
 if TYPE_CHECKING:
@@ -51,9 +52,6 @@ _NUM_READS = 8
 
 _NUM_WRITES = 4
 _DRAIN_S = 120.0
-
-_GROUP_BYTES = 4
-"""vLLM's offload key is a block hash and the number of its KV cache group."""
 
 
 @dataclass(slots=True)
@@ -111,7 +109,7 @@ class HeadwaterTier(SecondaryTierManager):
             num_threads=_NUM_WRITES,
         )
         self._lookups = KeyLookups()
-        self._uses = UseCounts()
+        self._uses = PrefixUses()
         self._writes: WriteOrder[tuple[_Transfer, int, int]] = WriteOrder(
             config.max_waiting_writes
         )
@@ -134,13 +132,13 @@ class HeadwaterTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         transfer = self._begin(job_metadata)
-        self._uses.record(transfer.keys)
         if not all(_is_safe(key) for key in transfer.keys):
             transfer.failed = True
         else:
-            for start, end in _slices(len(transfer.keys)):
-                transfer.num_waiting += 1
-                self._wait(transfer, start, end)
+            slices = _slices(len(transfer.keys))
+            transfer.num_waiting = len(slices)
+            for (start, end), rank in zip(slices, self._ranks(transfer, slices), strict=True):
+                self._wait(transfer, start, end, rank)
         self._settle(transfer)
         self._start_writes()
 
@@ -164,16 +162,17 @@ class HeadwaterTier(SecondaryTierManager):
         return bool(self._running or len(self._writes) or self._finished)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._uses.record(keys)
+        """Uses count when their request finishes."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        for path in group_paths(req_context).values():
+            self._uses.record(path)
         self._lookups.forget(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._take_outcomes()
         batch = self._lookups.take_batch()
         if batch:
-            self._uses.record(batch)
             # Each key is its own run: with a sliding window only the last blocks are needed.
             job = self._storage.lookup([[name] for name in batch.values()])
             self._lookups.start(job, batch)
@@ -215,16 +214,18 @@ class HeadwaterTier(SecondaryTierManager):
     def _begin(self, job: TransferJob) -> _Transfer:
         return _Transfer(job, list(job.keys), began_s=self._clock.now())
 
-    def _wait(self, transfer: _Transfer, start: int, end: int) -> None:
-        first = transfer.keys[start]
-        context = transfer.job.req_context
-        position = context.get_offload_key_position(first) if context is not None else None
-        dropped = self._writes.add(
-            (transfer, start, end),
-            count=end - start,
-            uses=self._uses.of(first),
-            position=start if position is None else position,
-        )
+    def _ranks(self, transfer: _Transfer, slices: list[tuple[int, int]]) -> list[WriteRank]:
+        """The places of the job's slices in the order of writes."""
+        keys, context = transfer.keys, transfer.job.req_context
+        ends = {} if context is None else positions(context)
+        ranks = self._uses.rank(keys, slices)
+        return [
+            WriteRank(level, uses, ends.get(keys[-1], len(keys)), ends.get(keys[start], start))
+            for (level, uses), (start, _) in zip(ranks, slices, strict=True)
+        ]
+
+    def _wait(self, transfer: _Transfer, start: int, end: int, rank: WriteRank) -> None:
+        dropped = self._writes.add((transfer, start, end), count=end - start, rank=rank)
         for other, _, _ in dropped:
             other.num_waiting -= 1
             other.failed = True
@@ -286,7 +287,7 @@ class HeadwaterTier(SecondaryTierManager):
 
 def _is_safe(key: OffloadKey) -> bool:
     """Whether the key is a collision-resistant hash; see `HASH_BYTES`."""
-    return len(key) == HASH_BYTES + _GROUP_BYTES
+    return len(key) == HASH_BYTES + GROUP_BYTES
 
 
 def _slices(count: int) -> list[tuple[int, int]]:

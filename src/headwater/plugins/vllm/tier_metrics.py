@@ -1,7 +1,8 @@
 """Metrics of the tier in vLLM, under Headwater's names."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -12,16 +13,15 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from headwater.plugins.storage_metrics import METRICS, Sample, sample_storage
+from headwater.plugins.storage_metrics import (
+    METRICS,
+    Sample,
+    WaitingWrites,
+    sample_storage,
+    sample_writes,
+)
 from headwater.storage import StorageStats
 from headwater.transfer.mover import LinkTotals
-
-
-class Waiting(Protocol):
-    """Waiting writes, as `WriteOrder` counts them."""
-
-    num_blocks: int
-    num_dropped: int
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -45,13 +45,12 @@ class TierMetrics:
         stats: StorageStats,
         links: Mapping[str, LinkTotals],
         block_bytes: int,
-        waiting: Waiting,
+        waiting: WaitingWrites,
     ) -> Any:  # noqa: ANN401 - vLLM's OffloadingConnectorStats
         """The changes since the last call."""
         report = OffloadingConnectorStats()
-        for sample in sample_storage(
-            stats, links, block_bytes, waiting.num_blocks, waiting.num_dropped
-        ):
+        samples = sample_storage(stats, links, block_bytes)
+        for sample in chain(samples, sample_writes(waiting)):
             self._add(report, sample)
         return report
 
