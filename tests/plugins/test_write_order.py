@@ -49,9 +49,9 @@ def test_an_item_that_is_the_least_valuable_is_dropped_itself():
 def test_a_prefix_is_shared_once_two_prompts_went_on_differently():
     """Its blocks are counted, and those before the branch get the rank of the branch."""
     uses = PrefixUses()
-    uses.record("system alice".split())
+    uses.record(["system", "alice"])
     continued = uses.rank(["system", "alice", "more"], [(0, 1), (1, 2), (2, 3)])
-    uses.record("system bob".split())
+    uses.record(["system", "bob"])
     again = uses.rank(["system", "carol"], [(0, 1), (1, 2)])
 
     other, shared = WriteLevel.OTHER, WriteLevel.SHARED
@@ -62,9 +62,9 @@ def test_a_prefix_is_shared_once_two_prompts_went_on_differently():
 def test_a_request_that_branches_now_makes_its_prefix_shared_at_once():
     """Its own blocks say where it differs from the prompt before."""
     uses = PrefixUses()
-    uses.record("a b c".split())
+    uses.record(["a", "b", "c"])
 
-    assert uses.rank("a b d".split(), [(0, 2), (2, 3)]) == [
+    assert uses.rank(["a", "b", "d"], [(0, 2), (2, 3)]) == [
         (WriteLevel.SHARED, -2),
         (WriteLevel.OTHER, -1),
     ]

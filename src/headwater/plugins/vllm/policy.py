@@ -68,6 +68,9 @@ class SessionCachePolicy(CachePolicy):
     def clear(self) -> None:
         self._entries: dict[OffloadKey, _Entry] = {}
         self._order: EvictionPolicy | None = None
+        self._unordered: dict[Node, None] = {}
+        """Nodes that may be evicted but are in no order yet: their request has not finished, and
+        when it has, they get their marks and their places at once."""
         self._chunk_tokens = 0
         self._last = 0
 
@@ -82,12 +85,12 @@ class SessionCachePolicy(CachePolicy):
         node.device = _PRESENT
         self._entries[key] = _Entry(chunk, node)
         if chunk.ref_cnt == 0:
-            self._evictable.add(node, self.clock.now())
+            self._unordered[node] = None
 
     def remove(self, key: OffloadKey) -> None:
         node = self._entries.pop(key).node
         self._leave_tier(node)
-        if node in self._evictable:
+        if self._unordered.pop(node, self) is self and node in self._evictable:
             self._evictable.discard_all([node])
         self._unlink(node)
 
@@ -114,23 +117,20 @@ class SessionCachePolicy(CachePolicy):
             return
         longest = max(paths, key=len)
         runs = self._visit(longest, req_context, now)
-        ends = [run.end for run in runs]
         for path in paths:
-            nodes = [self._entries[key].node for key in path if key in self._entries]
-            self._link(nodes)
-            whole = len(longest) / len(path)
-            present = (place for place, key in enumerate(path) if key in self._entries)
-            for node, place in zip(nodes, present, strict=True):
-                at = bisect_right(ends, int(place * whole))
-                if at < len(runs):
-                    node.mark = runs[at].mark
-                if node in self._evictable:
-                    self._evictable.discard(node)
-                    self._evictable.add(node, now)
+            present = [
+                (place, entry.node)
+                for place, key in enumerate(path)
+                if (entry := self._entries.get(key)) is not None
+            ]
+            self._link([node for _, node in present])
+            self._mark(present, runs, len(longest) / len(path))
+            self._order_again([node for _, node in present], now)
 
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        self._order_all()
         chosen: list[Node] = []
         candidates = iter(self._evictable.victims() if n else ())
         while len(chosen) < n and (node := next(candidates, None)) is not None:
@@ -152,10 +152,14 @@ class SessionCachePolicy(CachePolicy):
         return evicted
 
     def mark_evictable(self, key: OffloadKey) -> None:
-        self._evictable.add(self._entries[key].node, self.clock.now())
+        self._unordered[self._entries[key].node] = None
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
-        self._evictable.discard(self._entries[key].node)
+        node = self._entries[key].node
+        if node in self._unordered:
+            del self._unordered[node]
+        else:
+            self._evictable.discard(node)
 
     @property
     def _evictable(self) -> EvictionPolicy:
@@ -182,6 +186,36 @@ class SessionCachePolicy(CachePolicy):
         lease.prompt_tokens -= max(end - prompt_tokens, 0)
         finished = FinishedRequest(prompt_tokens, output_tokens)
         return self._evictable.visit(lease, finished, now)
+
+    def _mark(
+        self, present: list[tuple[int, Node]], runs: Sequence[MarkedRun], scale: float
+    ) -> None:
+        """Give each node, at its place in its path, the mark of its run. A run's end counts
+        blocks of the longest path, which are `scale` times as many."""
+        ends = [run.end for run in runs]
+        for place, node in present:
+            at = bisect_right(ends, int(place * scale))
+            if at < len(runs):
+                node.mark = runs[at].mark
+
+    def _order_again(self, nodes: list[Node], now: float) -> None:
+        """Put those of `nodes` that may be evicted where their marks belong."""
+        order, unordered = self._evictable, self._unordered
+        for node in nodes:
+            if node in unordered:
+                del unordered[node]
+            elif node in order:
+                order.discard(node)
+            else:
+                continue
+            order.add(node, now)
+
+    def _order_all(self) -> None:
+        """Every node that may be evicted has a place from now on."""
+        now, order = self.clock.now(), self._evictable
+        for node in self._unordered:
+            order.add(node, now)
+        self._unordered.clear()
 
     def _link(self, nodes: list[Node]) -> None:
         """Make each node the parent of the next."""
