@@ -8,7 +8,7 @@ GROUP_BYTES = 4
 
 def group_of(key: OffloadKey) -> bytes:
     """The KV cache group of a key."""
-    return key[-GROUP_BYTES:]
+    return bytes(key[-GROUP_BYTES:])
 
 
 def positions(req_context: ReqContext) -> dict[OffloadKey, int]:

