@@ -85,7 +85,8 @@ def make_model(folder: Path) -> None:
         initializer_range=0.05,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.float().save_pretrained(folder)
 
 
 def make_prompts(seed: int, count: int, length: int) -> list[list[int]]:
