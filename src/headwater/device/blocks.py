@@ -1,18 +1,19 @@
-"""The KV pool's blocks, for links: as plain bytes where they are read and written in place."""
+"""The blocks of the KV pool, for links: as plain bytes if links read and write them in
+place."""
 
 from headwater.device.kv import KVPool
 from headwater.types import Slots
 
 
 class DeviceBlocks:
-    """The slots of a pool, wherever it is."""
+    """The slots of a pool, on any device."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self.block_bytes = pool.block_bytes
 
     def mark_written(self, slots: Slots) -> None:
-        """Bytes have landed in `slots`; called from the loop's thread."""
+        """A link or copy wrote to `slots`. Called from the loop's thread."""
         self._pool.mark_written(slots)
 
 
@@ -24,7 +25,7 @@ class PoolBlocks(DeviceBlocks):
         flat = pool.blocks.numpy()
         self._views = [memoryview(row) for row in flat]
         self.memory: memoryview = flat.reshape(-1).data
-        """All of it, for a link that registers memory as a whole."""
+        """All of it, for a link that registers the whole memory."""
 
         self.file = None if pool.pages is None else pool.pages.file
 

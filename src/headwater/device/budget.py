@@ -1,4 +1,4 @@
-"""How many blocks memory holds: arithmetic, and what the system says is free. No torch."""
+"""Calculates how many blocks fit into memory, from the free memory of the system. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,51 +8,51 @@ from typing import Any
 from headwater.errors import ConfigError
 
 CONTIGUOUS_SHARE = 1.0
-"""Memory for contiguous buffers of a CPU's decoding sequences, as a share of the pool's."""
+"""Memory for contiguous buffers of decoding sequences on a CPU, as a share of the pool."""
 
 _MAX_CPU_BYTES = 4 << 30
-"""Pool and buffers take no more main memory than this unless a number is given."""
+"""Most main memory of pool and buffers together, unless a number is given."""
 
 _WIDE_ROWS = 8192
-"""Rows of a large step whose widest activations are in memory at once."""
+"""Rows of a large step whose widest activations are in memory at the same time."""
 
 _MAX_LOGIT_ROWS = 256
 _LOGIT_BYTES = 16
-"""A logit as the model made it, and its probabilities where a row is not greedy."""
+"""Bytes per logit: the logit itself, and its probability for rows that are not greedy."""
 
 _SAMPLED_BYTES = 8
-"""Per sequence and token of the vocabulary: a logit, the same after penalties, and a count."""
+"""Bytes per sequence and vocabulary entry: a logit, the logit after penalties, and a count."""
 
 _WORKSPACE_BYTES = 1 << 30
-"""Captured graphs, workspaces of libraries, fragments."""
+"""For captured graphs, workspaces of libraries, and fragmentation."""
 
 _CPU_SHARE, _GPU_SHARE, _LARGE_GPU_SHARE = 0.5, 0.9, 0.95
-"""Shares of free memory that blocks use unless told: a GPU is the engine's, main memory is not."""
+"""Default shares of free memory for blocks. The engine owns a GPU, but not main memory."""
 
 _LARGE_GPU_BYTES = 64 << 30
-"""With more free memory than this, a twentieth is enough for what is not accounted for."""
+"""Above this much free memory, a twentieth is enough for memory that is not accounted for."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _CACHED = ("active_file", "inactive_file")
-"""Lines of a control group's statistics that say how much of its memory only caches files."""
+"""Lines of a control group's statistics that count cached files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What the memory that a step computes in depends on."""
+    """What determines the memory of a step."""
 
     hidden_size: int
     intermediate_size: int
     packed_size: int
-    """Numbers of Q, K and V of one token."""
+    """Elements of Q, K and V of one token."""
 
     vocab_size: int
     element_bytes: int
 
     def num_bytes(self, step_tokens: int, max_num_seqs: int = 0) -> int:
-        """Activations, logits and workspaces of a step of so many tokens on a GPU, and what is
-        kept for sampling so many sequences."""
+        """Activations, logits and workspaces of a step with this many tokens on a GPU, and the
+        sampling state of this many sequences."""
         narrow = 3 * self.hidden_size + 2 * self.packed_size
         wide = 3 * self.intermediate_size * min(step_tokens, _WIDE_ROWS)
         activations = (step_tokens * narrow + wide) * self.element_bytes
@@ -77,8 +77,8 @@ def blocks_within(
 ) -> int:
     """Blocks for the KV pool of a device with `free` bytes left beside the weights.
 
-    On a GPU, `step_bytes` are left for computing. A ConfigError says so when not even one
-    block fits, or when the settings make no sense.
+    On a GPU, `step_bytes` are left for computing. Raises ConfigError if not even one block
+    fits, or if a setting is invalid.
     """
     if block_tokens < 1:
         raise ConfigError(f"block_tokens must be positive, got {block_tokens}")
@@ -108,8 +108,8 @@ def _default_share(device_type: str, free: int) -> float:
 
 
 def free_main_bytes() -> int:
-    """Free main memory, within the limit of the control group this process is in. Cached files
-    count as free: they give way."""
+    """Free main memory, within the limit of this process's control group. Cached files count as
+    free, because the system drops them when memory is needed."""
     free = _meminfo_available()
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

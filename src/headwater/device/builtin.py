@@ -1,4 +1,4 @@
-"""Models made from a seed, with nothing to download: random weights, a byte-level tokenizer.
+"""Models generated from a seed, without a download: random weights and a byte-level tokenizer.
 
 The same seed makes the same bytes on every machine: weights come from numpy's generator,
 whose stream is fixed, and are written without torch, so this module imports without it.
@@ -41,16 +41,16 @@ CHAT_TEMPLATE = (
     "{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
-"""Tools, calls and reasoning in the way of Hermes. `</think>` ends the reasoning."""
+"""Tools, calls and reasoning in the Hermes format. `</think>` ends the reasoning."""
 
-_VERSION = 2  # part of the folder's name: a changed recipe must not find the old files
+_VERSION = 2  # part of the folder's name, so that a changed recipe does not use old files
 _BYTES = 256
 _BEGIN, _END, _PAD = 256, 257, 262
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """The sizes of a Llama; the defaults are the built-in tiny model's."""
+    """The sizes of a Llama model; the defaults are those of the built-in tiny model."""
 
     layers: int = 4
     hidden: int = 256
@@ -69,17 +69,17 @@ BENCH_SHAPE = LlamaShape(
 
 
 def ensure() -> Path:
-    """The folder of the built-in tiny model, made now if this is its first use."""
+    """The folder of the built-in tiny model; created on first use."""
     return ensure_model("tiny", LlamaShape())
 
 
 def ensure_bench() -> Path:
-    """The folder of the ~100 M model of the benchmarks, made now if this is its first use."""
+    """The folder of the ~100 M model of the benchmarks; created on first use."""
     return ensure_model("bench-100m", BENCH_SHAPE)
 
 
 def ensure_model(name: str, shape: LlamaShape, *, seed: int = 0) -> Path:
-    """A made model in the user's cache folder; several processes may ask at once."""
+    """A generated model in the user's cache folder. Several processes may call it at once."""
     target = cache_folder() / "models" / f"{name}-v{_VERSION}"
     if not target.is_dir():
         with filled_whole(target) as draft:
@@ -134,8 +134,8 @@ def _weights(shape: LlamaShape, seed: int) -> dict[str, NDArray[np.float32]]:
     random = np.random.default_rng(seed)
 
     def normal(rows: int, columns: int) -> NDArray[np.float32]:
-        # A row's inner product with a unit-variance input has unit variance, so that
-        # signals neither die out nor blow up over the layers.
+        # The inner product of a row with a unit-variance input has unit variance, so that
+        # signals neither vanish nor explode over the layers.
         values = random.standard_normal((rows, columns), dtype=np.float32)
         values *= np.float32(columns**-0.5)
         return values
@@ -159,7 +159,8 @@ def _weights(shape: LlamaShape, seed: int) -> dict[str, NDArray[np.float32]]:
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Bytes to ids one to one; ids beyond the specials are words that only decode."""
+    """Maps bytes to ids one to one. Ids after the special tokens are words that are only
+    decoded."""
     vocab = {sign: byte for byte, sign in enumerate(_byte_signs())}
     vocab |= {special: _BYTES + i for i, special in enumerate(SPECIALS)}
     vocab |= {f"Ġw{number}": number for number in range(len(vocab), vocab_size)}
@@ -171,10 +172,10 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def _byte_signs() -> list[str]:
-    """The printable sign that stands for each byte in byte-level vocabularies.
+    """The printable character for each byte in byte-level vocabularies.
 
-    Printable Latin-1 bytes stand for themselves; the others, in order, for the
-    characters from 256 on.
+    Printable Latin-1 bytes map to themselves; the others, in order, to the characters from 256
+    on.
     """
     themselves = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

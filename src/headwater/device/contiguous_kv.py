@@ -1,4 +1,4 @@
-"""Buffers: a second, contiguous copy of the KV of sequences that are decoding on a CPU.
+"""Contiguous copies of the KV of sequences that decode on a CPU.
 
 Attention through block tables would copy every block of every sequence in every step. A
 buffer holds one sequence's KV as plain matrices, gets one token a step, and is read in place.
@@ -6,9 +6,9 @@ buffer holds one sequence's KV as plain matrices, gets one token a step, and is 
     keys, values   [layers, buffers * kv_heads, buffer_tokens, head_dim]; one matrix where a pool
                    has one plane
 
-A buffer is trusted only while it can be proved: the same slots, as many tokens as expected,
-and no write to any of those slots since (`KVPool.writes`). Otherwise it is filled again
-from the pool, which stays the truth: every token is written there too.
+A buffer is used only while it is provably valid: the same slots, the expected number of tokens,
+and no write to any of these slots since (`KVPool.writes`). Otherwise it is filled again from
+the pool, to which every token is also written.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ from headwater.device.kv import Ints, KVPool
 from headwater.types import RequestId
 
 _MIN_BUFFER_TOKENS = 256
-"""Least tokens in a buffer."""
+"""Fewest tokens in a buffer."""
 
 _ALONE = 2.5
-"""Cost of attending one token outside a buffer, where its block is copied first."""
+"""Cost of one token outside a buffer, whose block must be copied first."""
 
 _ALONE_ROW = 256
-"""Cost of attending a sequence by itself, in tokens."""
+"""Cost of attending a sequence alone, in tokens."""
 
 Rows = NDArray[np.int64]
 
 
 class ContiguousKV:
-    """Which buffer holds which sequence, and the matrices themselves."""
+    """Assigns buffers to sequences, and owns the matrices."""
 
     def __init__(self, pool: KVPool, *, max_buffers: int, max_bytes: int) -> None:
         self._pool = pool
@@ -48,10 +48,10 @@ class ContiguousKV:
         self._allocate(0, 0)
 
     def choose(self, contexts: Ints) -> NDArray[np.bool_]:
-        """Which sequences to attend together; the others are cheaper alone, or do not fit.
+        """The sequences to attend together; the others are cheaper alone or do not fit.
 
-        Together they cost as much as the longest, each: one long sequence among many
-        short ones is better left out.
+        In a batched product each sequence costs as much as the longest one, so a long sequence
+        among many short ones is left out.
         """
         order = np.argsort(contexts, kind="stable")
         ascending = contexts[order]
@@ -76,15 +76,17 @@ class ContiguousKV:
         *,
         shared_blocks: int = 0,
     ) -> tuple[Rows, int]:
-        """A buffer for each sequence, holding its KV up to this step's token; and their end.
+        """A buffer for each sequence with its KV up to this step's token, and the end of the
+        used buffers.
 
-        `tables` is padded to one width. Buffers of sequences not named here are given up. The
-        `shared_blocks` that all begin with are in the buffer of the first only, unless they
-        happen to be in others too, until `complete` is called.
+        `tables` is padded to one width. Buffers of sequences that are not given are released.
+        Only the buffer of the first sequence is sure to contain the `shared_blocks`, until
+        `complete` is called.
         """
         self._make_room(len(ids), int(contexts.max()))
         buffers = np.array([self._buffer_of.get(name, -1) for name in ids], dtype=np.int64)
-        # Holes are attended too, so a sequence far out moves in when many have left.
+        # Unused buffers in between are attended too, so a sequence at a high index is moved
+        # when many have left.
         buffers[buffers >= len(ids) + len(ids) // 4] = -1
         buffers[~self._holds(buffers, tables, contexts)] = -1
         taken = set(buffers.tolist())
@@ -100,7 +102,8 @@ class ContiguousKV:
         return buffers, int(buffers.max()) + 1
 
     def advance(self, buffers: Rows, tables: NDArray[np.int64], contexts: Ints) -> None:
-        """This step's token is (about to be) in each buffer, and marked written in the pool."""
+        """This step's token is in each buffer, or about to be, and is marked as written in the
+        pool."""
         last = (contexts - 1) // self._pool.block_tokens
         slots = tables[np.arange(len(buffers)), last]
         self._held[buffers] = contexts
@@ -120,7 +123,7 @@ class ContiguousKV:
         return held & (buffers >= 0)
 
     def complete(self, buffers: Rows) -> None:
-        """See that these buffers hold their sequences from the first block on."""
+        """Make sure that these buffers have their sequences from the first block on."""
         for buffer in buffers[self._first[buffers] > 0].tolist():
             self._read(buffer, 0, int(self._first[buffer]))
             self._first[buffer] = 0
@@ -128,7 +131,7 @@ class ContiguousKV:
     def _fill(
         self, buffer: int, table: NDArray[np.int64], num_tokens: int, first_block: int
     ) -> None:
-        """Put a sequence's KV from `first_block` on in a buffer."""
+        """Copy a sequence's KV from `first_block` on into a buffer."""
         pool = self._pool
         blocks = -(-num_tokens // pool.block_tokens)
         slots = table[:blocks]
@@ -152,7 +155,7 @@ class ContiguousKV:
             by_block.copy_(whole[:, :, part].permute(1, 3, 0, 2, 4))
 
     def _make_room(self, num_buffers: int, num_tokens: int) -> None:
-        """Enough buffers, long enough; all are empty after a change."""
+        """Make enough buffers of sufficient length; a change empties all buffers."""
         buffer_tokens = int(_buffer_tokens(np.array([num_tokens]))[0])
         if num_buffers <= self.num_buffers and buffer_tokens <= self.buffer_tokens:
             return
@@ -169,13 +172,13 @@ class ContiguousKV:
             self.buffer_tokens,
             pool.head_dim,
         )
-        # Let go of the old ones first: both together may be more than there is.
+        # Release the old buffers first: both together may exceed the memory.
         self.keys = self.values = torch.empty(0)
         self.keys = pages.zeros(shape, dtype=pool.dtype, device=pool.device)
         self.values = self.keys
         if pool.planes > 1:
             self.values = pages.zeros(shape, dtype=pool.dtype, device=pool.device)
-        rows = max(num_buffers, 1)  # buffer -1, which means none, must be readable
+        rows = max(num_buffers, 1)  # buffer -1, which means "none", must be readable
         self._held = np.zeros(rows, dtype=np.int64)
         self._first = np.zeros(rows, dtype=np.int64)
         self._slots = np.zeros((rows, whole_blocks), dtype=np.int64)
@@ -184,7 +187,8 @@ class ContiguousKV:
 
 
 def _buffer_tokens(contexts: Ints) -> Ints:
-    """Lane size for a sequence of this many tokens: room to grow, in steps 2, 3, 4, 6, 8 …"""
+    """Buffer size for a sequence of this many tokens: with room to grow, in steps 2, 3, 4, 6, 8
+    …"""
     wanted = np.maximum(contexts + contexts // 8, _MIN_BUFFER_TOKENS)
     whole = 2 ** np.ceil(np.log2(wanted))
     step = np.where(wanted <= whole * 0.75, whole * 0.75, whole)

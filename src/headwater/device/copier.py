@@ -1,8 +1,7 @@
 """Copies blocks between the KV pool and the host slab, while the model computes.
 
-On a CPU both are main memory: two threads, one for each direction as a device has two copy
-engines, move whole blocks with plain memory copies that hold no interpreter lock. A device
-with streams gets another class behind the same `DeviceCopier` seam.
+On a CPU both are main memory. Two threads, one per direction, copy whole blocks without the
+interpreter lock. A GPU has another class with the same `DeviceCopier` interface.
 """
 
 import logging
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 Bytes = NDArray[np.uint8]
 
 _PIECE_BLOCKS = 8
-"""Most blocks in one copy: between two, other threads may have the processor."""
+"""Most blocks in one copy; between two copies other threads can use the processor."""
 
 
 class CpuCopier:
@@ -37,7 +36,7 @@ class CpuCopier:
     def __init__(self, pool: KVPool, slab: HostSlab, clock: Clock) -> None:
         self._pool = pool
         self._places: list[tuple[Bytes, Bytes]] = [(slab.rows, pool.blocks.numpy())]
-        """Host and device, by slot: what is copied for each block."""
+        """Host and device memory by slot: what is copied for each block."""
         self._writes = pool.part is None or pool.part.is_written
         if pool.part is not None:
             heads = slice(pool.part.first_head, pool.part.end_head)
@@ -59,7 +58,7 @@ class CpuCopier:
         self._queues[0 if up else 1].put((transfer, report))
 
     def close(self) -> None:
-        """Let the threads end after what they are doing. Calling it twice is safe."""
+        """End the threads after their current copies. Calling it twice is safe."""
         for queue in self._queues:
             queue.put(None)
 

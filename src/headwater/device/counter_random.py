@@ -1,4 +1,5 @@
-"""Random numbers as a pure function of (seed, position): batching cannot change them."""
+"""Random numbers as a pure function of (seed, position), so that batching cannot change
+them."""
 
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ def uniform_of(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArr
     with np.errstate(over="ignore"):
         stream = _mixed(seeds + _GOLDEN)
         drawn = _mixed(stream + positions.astype(np.uint64) * _GOLDEN)
-    # The upper 24 bits, which a float32 holds exactly: 1.0 cannot come out.
+    # The upper 24 bits, which a float32 represents exactly, so the result is never 1.0.
     return (drawn >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 

@@ -1,8 +1,8 @@
-"""Which model families are served, and a sentence for each kind that is refused.
+"""The model families that are served, and the reasons why others are refused.
 
-The list is closed: a family is on it when a test compares its tokens with `generate`. The
-model code ignores in silence whatever our attention does not honour, so an unknown family
-that seems to run is the dangerous one.
+A family is on the list only if a test compares its tokens with `generate`. Model code silently
+ignores features that our attention does not support, so an unknown family could seem to work
+and give wrong results.
 """
 
 from collections.abc import Mapping
@@ -100,15 +100,17 @@ FUSED = frozenset(
         "youtu",
     }
 )
-"""Families that the fused decoder of the GPU runs, in captured graphs. It is compared with the
-model's own code at start, and not used where the two differ."""
+"""Families that the fused decoder of the GPU runs in captured graphs. The decoder is compared
+with the model's own code at start, and not used if the two differ."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Names for a family that transformers knows by another name."""
+"""Aliases of families that transformers knows by another name."""
 
 _RECURRENT = "keeps a recurrent state, which cannot be shared as blocks of KV"
 _ENCODER = "is an encoder-decoder; only decoder-only models are served"
-_SPARSE = "chooses the tokens it attends to with an indexer, whose keys are not stored in blocks of KV"
+_SPARSE = (
+    "selects the tokens it attends to with an indexer, whose keys are not stored in KV blocks"
+)
 _MEDIA = "is a multimodal model; only its text-only family is served"
 
 _REFUSED = {
@@ -142,7 +144,8 @@ _REFUSED = {
         _SPARSE,
     ),
     **dict.fromkeys(
-        ("llama4", "llama4_text"), "attends in chunks that are not told to attention"
+        ("llama4", "llama4_text"),
+        "attends in chunks that are not passed to the attention function",
     ),
     **dict.fromkeys(
         (
@@ -164,12 +167,10 @@ _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv"}
 
 
 def check_served(config: Mapping[str, object]) -> None:
-    """Raise a `ModelError` that says why, unless the model of this config.json is served."""
+    """Raise ModelError with the reason, unless the model of this config.json is served."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
-        raise ModelError(
-            "config.json names no model_type, so nothing says how to run the model"
-        )
+        raise ModelError("config.json has no model_type, so the model's family is unknown")
     reason = _why_not(kind, config)
     if reason is not None:
         raise ModelError(f"model type '{kind}' is not served: it {reason}")
@@ -181,7 +182,7 @@ def check_served(config: Mapping[str, object]) -> None:
 
 
 def _why_not(kind: str, config: Mapping[str, object]) -> str | None:
-    """The general reasons first: they hold whatever the family is called."""
+    """General reasons come first, because they apply to every family."""
     layer_types = config.get("layer_types")
     if config.get("is_encoder_decoder") is True:
         return _ENCODER
@@ -194,7 +195,7 @@ def _why_not(kind: str, config: Mapping[str, object]) -> str | None:
     if isinstance(layer_types, list) and "chunked_attention" in layer_types:
         return _REFUSED["llama4"]
     if config.get("use_bidirectional_attention"):
-        return "attends to later tokens, so a prefix's KV depends on what follows it"
+        return "attends to later tokens, so the KV of a prefix depends on the tokens after it"
     return _REFUSED.get(kind) or _quantized(config)
 
 
@@ -211,7 +212,7 @@ def _quantized(config: Mapping[str, object]) -> str | None:
 
 
 def max_positions(config: Mapping[str, object], rope: Mapping[str, object]) -> int:
-    """Longest sequence whose KV depends on its own tokens alone.
+    """Longest sequence whose KV depends only on its own tokens.
 
     Under `longrope` the frequencies of *all* sequences in a batch change when one passes
     the original length, so that length is the limit: below it, a block stays what it was.

@@ -1,4 +1,4 @@
-"""What a model is: a content hash of its weights and config, computed once.
+"""The fingerprint of a model: a hash of its weights and config, computed once.
 
 Two folders with the same bytes have the same fingerprint; a changed byte changes it. The
 hash is remembered in the user's cache folder under the files' names, sizes and times, so
@@ -18,7 +18,7 @@ _DOMAIN = b"headwater model fingerprint 1\0"
 
 
 def fingerprint(model_dir: Path) -> bytes:
-    """32 bytes that name the weights and config in `model_dir`."""
+    """32 bytes that identify the weights and config in `model_dir`."""
     files = identity_files(model_dir)
     stamp = [[f.name, s.st_size, s.st_mtime_ns] for f, s in ((f, f.stat()) for f in files)]
     note = _note_path(model_dir)
@@ -26,14 +26,14 @@ def fingerprint(model_dir: Path) -> bytes:
     if known is not None:
         return known
     digest = _content_hash(files)
-    # A cache folder that cannot be written costs a second hashing, nothing else.
+    # If the cache folder cannot be written, the model is hashed again next time.
     with suppress(OSError):
         write_whole(note, json.dumps({"files": stamp, "fingerprint": digest.hex()}))
     return digest
 
 
 def identity_files(model_dir: Path) -> list[Path]:
-    """The files that make a model what it is; a ModelError if they are not there."""
+    """The files that identify a model. Raises ModelError if they are missing."""
     weights = sorted(model_dir.glob("*.safetensors"))
     config = model_dir / "config.json"
     if not config.is_file():
@@ -49,7 +49,7 @@ def _note_path(model_dir: Path) -> Path:
 
 
 def _remembered(note: Path, stamp: list[list[object]]) -> bytes | None:
-    """The fingerprint on the note, if it was of these very files; None otherwise."""
+    """The stored fingerprint, if it belongs to exactly these files; otherwise None."""
     try:
         content = json.loads(note.read_text(encoding="utf-8"))
         if content["files"] != stamp:

@@ -1,9 +1,9 @@
-"""KV in 8 bits: e4m3 numbers with a scale for each token and head inside the block's bytes.
+"""KV in 8 bits: e4m3 elements, with a scale for each token and head inside the block.
 
-A scale depends on the numbers of its own token and head alone, so a token is stored once and
-never rewritten, and it makes no difference in which step or chunk it was computed. It is a power
-of two, kept as its exponent in one byte. Scaling is then exact: what is read back is exact in
-bfloat16 and float32, and storing it again gives the same numbers.
+A scale depends only on its own token and head. So a token is stored once and never rewritten,
+and the step or chunk in which it was computed makes no difference. The scale is a power of two,
+stored as its exponent in one byte. Scaling is then exact: values that are read back are exact
+in bfloat16 and float32, and storing them again gives the same bytes.
 
     exponent byte b    scale 2 ** (b - 127); the largest number of the head is in (224, 448] scales
 """
@@ -17,22 +17,22 @@ from headwater.device.model import LoadedModel
 FP8 = torch.float8_e4m3fn
 
 _TOP_FRACTION = 0x600000
-"""Fraction bits of 448, the largest e4m3 number, as a float32: it is 1.75 * 2 ** 8."""
+"""Fraction bits of 448, the largest e4m3 value, as a float32: it is 1.75 * 2 ** 8."""
 
 _MIN_FLOAT16_BYTE = 112
-"""Smaller scales would make numbers that float16 cannot hold exactly."""
+"""Smaller scales would give values that float16 cannot represent exactly."""
 
 
 def open_pool(
     model: LoadedModel, *, num_blocks: int, block_tokens: int, shared: bool = False
 ) -> KVPool:
-    """The pool of a model, in the format that its layout says."""
+    """The pool of a model, in the format of its layout."""
     kind = Fp8KVPool if model.has_fp8_kv else KVPool
     return kind(model, num_blocks=num_blocks, block_tokens=block_tokens, shared=shared)
 
 
 def quantize(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of e4m3 and exponent bytes `[…]` of heads `[…, head_dim]`."""
+    """e4m3 elements and exponent bytes `[…]` of heads `[…, head_dim]`."""
     exact = heads.float()
     bits = exact.abs().amax(dim=-1).view(torch.int32)
     above = (bits & 0x7FFFFF) > _TOP_FRACTION
@@ -43,15 +43,16 @@ def quantize(heads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """The heads again, from numbers `[…, head_dim]` and exponents `[…]`."""
+    """The heads, from elements `[…, head_dim]` and exponents `[…]`."""
     scales = (exponents.int() << 23).view(torch.float32)
     return (numbers.float() * scales[..., None]).to(dtype)
 
 
 class Fp8KVPool(KVPool):
-    """A pool whose blocks are numbers in e4m3 and their scales.
+    """A pool whose blocks are e4m3 elements and their scales.
 
-    `data` is a view of the numbers; it is not contiguous, because scales follow each layer's.
+    `data` is a view of the elements. It is not contiguous, because scales follow the elements
+    of each layer.
     """
 
     def _numbers(self) -> Tensor:
@@ -71,7 +72,7 @@ class Fp8KVPool(KVPool):
         return self.blocks.view(FP8).as_strided(shape, (*strides, self.head_dim, 1))
 
     def rounded(self, heads: Tensor) -> Tensor:
-        """K or V as it is read back once it is stored."""
+        """K or V as they are read back from the pool."""
         return dequantize(*quantize(heads), heads.dtype)
 
     def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""A decoder layer of the Llama kind in as few operations as it takes.
+"""A Llama-like decoder layer with few operations.
 
-At a small batch a layer's arithmetic is over before Python has called the next operation,
-so operations are what costs. Q, K and V are one product, rotary is applied to Q and K at
-once, residuals and gates are inside products.
+With a small batch, the arithmetic of a layer ends before Python has called the next operation,
+so the number of operations determines the time. Q, K and V are one product, rotary embedding is
+applied to Q and K together, and residuals and gates are fused into products.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 
 
 class FusedLayer(nn.Module):
-    """The same function as the layer it is made from, provided `fused_layer` says so."""
+    """The same function as the layer it is made from; `fused_layer` checks that."""
 
     def __init__(self, layer: nn.Module, variant: Variant, *, min_packed_weights: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class FusedLayer(nn.Module):
         gate, up, down = (made(_linear(mlp, f"{n}_proj")) for n in ("gate", "up", "down"))
         self.mlp = GatedMLP(gate, up, down, cast(nn.Module, mlp.act_fn))
         self.sum_ranks: Callable[[Tensor], Tensor] | None = None
-        """Sums the ranks' partial results, where the weights are split over ranks."""
+        """Sums the partial results of the ranks, if the weights are split."""
 
     def forward(
         self,
@@ -88,7 +88,8 @@ class FusedLayer(nn.Module):
 
 
 def fused_layer(layer: nn.Module, *, min_packed_weights: int) -> FusedLayer | None:
-    """A fused form of this layer; None if it is of another kind, or would differ."""
+    """A fused form of this layer; None if the layer has another structure or the results
+    differ."""
     if type(layer).__name__ not in _KINDS or not _is_known(layer):
         return None
     probe = _Probe()
@@ -101,7 +102,7 @@ def fused_layer(layer: nn.Module, *, min_packed_weights: int) -> FusedLayer | No
 
 
 class _Probe:
-    """An attention that shows in its output what it was given, and keeps how it was called."""
+    """An attention whose output shows its inputs; it also records how it was called."""
 
     def __init__(self) -> None:
         self.variant: Variant | None = None
@@ -125,7 +126,7 @@ def _try(layer: nn.Module, probe: _Probe) -> tuple[Tensor, Tensor, tuple[Tensor,
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Made of the parts this module expects."""
+    """Whether the layer consists of the expected parts."""
     return (
         type(getattr(layer.mlp, "act_fn", None)).__name__ in ACTIVATIONS
         and isinstance(getattr(layer.self_attn, "q_proj", None), nn.Linear)

@@ -11,7 +11,7 @@ from headwater.device.spans import SpanLengths
 
 
 class HostOps(Protocol):
-    """What stands between the matrix products of a decoder layer."""
+    """The operations between the matrix products of a decoder layer."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root-mean-square norm over the last dimension."""
@@ -29,20 +29,20 @@ class HostOps(Protocol):
     def own_scores(
         self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
     ) -> None:
-        """Products of queries with the keys of their buffer, -infinity where it sees none.
+        """Products of queries with the keys of their buffer, and -infinity for hidden keys.
 
         `query` is `[heads, queries, head_dim]` with a head for each buffer and KV head, `keys`
         `[heads, span, head_dim]`, `scores` `[heads, queries, span]`.
         """
 
     def join_softmax(self, shared: Tensor, own: Tensor, spans: SpanLengths) -> None:
-        """Softmax in place over what a query scored on shared tokens and on its buffer's own.
+        """Softmax in place over the scores of a query on shared tokens and on its own buffer.
 
-        `shared` is `[kv_heads, buffers * queries, tokens]`; `own` as from `own_scores`.
+        `shared` is `[kv_heads, buffers * queries, tokens]`; `own` comes from `own_scores`.
         """
 
     def own_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
-        """`[heads, queries, head_dim]`: values by weight; weights of unseen keys are zero."""
+        """`[heads, queries, head_dim]`: weighted values; weights of hidden keys are zero."""
 
     def causal_softmax(self, scores: Tensor, seen: int) -> None:
         """Softmax in place, `[…, queries, keys]`: the first query sees `seen` keys, the next
@@ -50,7 +50,7 @@ class HostOps(Protocol):
 
 
 class TorchOps:
-    """For any dtype and device."""
+    """In torch, for any dtype and device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return torch.rms_norm(x, list(weight.shape), weight, epsilon)
@@ -90,7 +90,7 @@ class TorchOps:
 
 @cache
 def host_ops(device: torch.device, dtype: torch.dtype) -> HostOps:
-    """The fastest there are for tensors of this kind."""
+    """The fastest implementation for tensors of this kind."""
     if device.type == "cpu" and dtype == torch.float32:
         return native.load() or TorchOps()
     return TorchOps()

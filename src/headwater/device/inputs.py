@@ -1,4 +1,4 @@
-"""A `ScheduledBatch` as tensors: everything a forward pass reads, made once a step.
+"""A `ScheduledBatch` as tensors: everything that a forward pass reads, made once per step.
 
 numpy does the arithmetic, over whole arrays; nothing here loops over tokens.
 """
@@ -22,14 +22,14 @@ from headwater.types import Slots, Tokens
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepInputs:
-    """What the model is called with. Tokens may be padded at the end."""
+    """The inputs of the model. Tokens may be padded at the end."""
 
     tokens: Tensor
     """`[1, tokens]`, as are the positions."""
 
     positions: Tensor
     logits_at: Tensor
-    """Last token of each sampled row; the first token alone when no row is sampled."""
+    """Last token of each sampled row; only the first token if no row is sampled."""
 
     attention: SdpaStep
 
@@ -47,7 +47,7 @@ class _Tables:
         return slots
 
     def padded(self, rows: Ints, num_blocks: int) -> Slots:
-        """`[rows, num_blocks]`; beyond a table's end its last slot is repeated."""
+        """`[rows, num_blocks]`; after the end of a table its last slot is repeated."""
         wanted = np.minimum(np.arange(num_blocks), self._widths[rows, None] - 1)
         slots: Slots = self._flat[self._starts[rows, None] + wanted]
         return slots
@@ -56,9 +56,9 @@ class _Tables:
 def build(
     batch: ScheduledBatch, tokens: Tokens, *, pool: KVPool, buffers: ContiguousKV, min_rows: int
 ) -> StepInputs:
-    """Inputs of one step. `tokens` are the batch's own, with carried ones filled in.
+    """Inputs of one step. `tokens` are those of the batch, with carried ones filled in.
 
-    Marks the slots it is about to write, and moves sequences in and out of buffers.
+    Marks the slots that it is about to write, and moves sequences into and out of buffers.
     """
     starts = batch.query_start.astype(np.int64)
     contexts = batch.context_lens.astype(np.int64)

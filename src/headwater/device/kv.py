@@ -1,7 +1,7 @@
 """The KV pool: one tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`.
 
-`transfer.layout` says what the bytes of a block are: one contiguous piece. Everything here
-addresses it by slot; which slot holds what is decided elsewhere. With one plane, what is stored is
+`transfer.layout` defines the bytes of a block, which are one contiguous piece. Everything here
+uses slots; the cache decides which block is in which slot. With one plane, a stored vector is
 both key and value (`latent`).
 
     flat rows   slot 0: layer 0: K of token 0, 1, … | V of token 0, 1, … | layer 1: K … | V …
@@ -32,7 +32,8 @@ class BlockPart(NamedTuple):
     first_head: int
     end_head: int
     is_written: bool
-    """Whether this rank writes them to lower tiers; another one does where it has them too."""
+    """Whether this rank writes them to lower tiers; if several ranks have the same heads, only
+    one does."""
 
 
 def block_part(model: LoadedModel, block_tokens: int) -> BlockPart | None:
@@ -51,7 +52,7 @@ class KVPool:
     def __init__(
         self, model: LoadedModel, *, num_blocks: int, block_tokens: int, shared: bool = False
     ) -> None:
-        """A `shared` one is in memory that peers on this machine may be let read."""
+        """Peers on this machine may read the memory of a `shared` pool."""
         self.layout = model.layout(block_tokens)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -60,20 +61,20 @@ class KVPool:
         self.value_dim = model.value_dim or model.head_dim
         self.device = model.device
         self.dtype = model.dtype
-        """Of the numbers that the model computes with, whatever they are stored in."""
+        """Dtype of the model's computation, whatever the storage format."""
 
-        # Zeros, not whatever was there: a masked key still meets its zero weight, and
-        # zero times a stray NaN is NaN.
+        # Zeros, because a masked key is still multiplied by its zero weight, and zero times a
+        # stray NaN is NaN.
         self.blocks, self.pages = _zeros(
             (num_blocks, self.layout.block_bytes), model, shared=shared
         )
         """The bytes of every block, `[blocks, block_bytes]`."""
         self.data = self._numbers()
-        """The numbers in them, `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`."""
+        """Their elements, `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`."""
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
         self.part = block_part(model, block_tokens)
-        """Which bytes of a whole block are here; None is all of them."""
+        """The part of a whole block that is here; None means all of it."""
         self.ops = host_ops(model.device, model.dtype)
         self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]
 
@@ -92,7 +93,7 @@ class KVPool:
         return self.blocks.nbytes
 
     def rounded(self, heads: Tensor) -> Tensor:
-        """K or V as it is read back once it is stored; here as it is."""
+        """K or V as they are read back from the pool; here unchanged."""
         return heads
 
     @property
@@ -101,7 +102,7 @@ class KVPool:
         return (self.layout if self.part is None else self.part.whole).block_bytes
 
     def mark_written(self, slots: Ints) -> None:
-        """Call before writing to slots: it invalidates copies of their KV elsewhere."""
+        """Call it before writing to slots: it invalidates other copies of their KV."""
         self.writes[slots] += 1
 
     def rows_of(self, slots: Ints, offsets: Ints) -> Tensor:
@@ -127,8 +128,8 @@ class KVPool:
     def read(self, slots: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """K and V, `[tokens, kv_heads, head_dim]`, of one layer of the blocks in these slots.
 
-        They live in scratch buffers, good until the next read: fresh memory of this size
-        would cost more in page faults than the copy itself.
+        They are in scratch buffers, which are valid until the next read: new memory of this
+        size would cost more page faults than the copy itself.
         """
         rows = (slots * self.num_layers + layer) * self.planes
         planes = self.data.view(self.num_blocks * self.num_layers * self.planes, -1)

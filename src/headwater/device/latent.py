@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): KV of a token is one latent vector for all heads.
+"""Multi-head latent attention (MLA): the KV of a token is one latent vector for all heads.
 
 A block stores `[latent | rotary key]` of each token, `kv_lora_rank + qk_rope_head_dim` numbers in
 one plane. The projection that expands a latent to keys and values of every head is absorbed
@@ -25,33 +25,34 @@ class LatentProjection(nn.Module):
         self.weight: nn.Parameter = parts.kv_b_proj.weight
         self.rank = int(parts.kv_lora_rank)
         self.key_dim = int(parts.qk_nope_head_dim)
-        """Numbers of a head's key that are not rotated."""
+        """Elements of a head's key that are not rotated."""
 
         self.value_dim = int(parts.v_head_dim)
 
     def by_head(self) -> tuple[Tensor, Tensor]:
-        """Keys' and values' parts of the weight, `[heads, key_dim or value_dim, rank]`."""
+        """The key and value parts of the weight, `[heads, key_dim or value_dim, rank]`."""
         weight = self.weight.view(-1, self.key_dim + self.value_dim, self.rank)
         return weight[:, : self.key_dim], weight[:, self.key_dim :]
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Queries over stored vectors, `[tokens, heads, rank + rotated]`, from a layer's own."""
+        """Queries over stored vectors, `[tokens, heads, rank + rotated]`, from the queries of a
+        layer."""
         plain, rotated = query.tensor_split((self.key_dim,), dim=-1)
         keys, _ = self.by_head()
         return torch.cat((torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1), rotated), -1)
 
     def values(self, attended: Tensor) -> Tensor:
-        """`[tokens, heads, value_dim]` of what was attended over stored vectors."""
+        """`[tokens, heads, value_dim]`, from the attended stored vectors."""
         _, values = self.by_head()
         latents = attended[..., : self.rank].transpose(0, 1)
         return torch.bmm(latents, values.transpose(1, 2)).transpose(0, 1)
 
 
 def use_latents(module: nn.Module) -> None:
-    """Have every layer of an MLA model attend over latents, in place.
+    """Let every layer of an MLA model attend over latents, in place.
 
-    The model code calls `expand_kv` between the latent and attention. Its place is taken by a
-    function that hands the latent on as it is stored.
+    The model code calls `expand_kv` between the latent and attention. It is replaced by a
+    function that passes the stored latent on.
     """
     for attention in module.modules():
         if hasattr(attention, "expand_kv"):
@@ -61,6 +62,7 @@ def use_latents(module: nn.Module) -> None:
 
 
 def _stored(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as they are in a block, as keys and as values, `[1, 1, tokens, rank + rotated]`."""
+    """Both as they are stored in a block, as keys and as values, `[1, 1, tokens, rank +
+    rotated]`."""
     both = torch.cat((latent, rotated), dim=-1)
     return both, both

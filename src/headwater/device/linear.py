@@ -1,7 +1,7 @@
-"""Matrix products with what follows them in the same pass: activation, gate, residual.
+"""Matrix products fused with the following operation: activation, gate or residual.
 
-Two forms with the same methods: packed, in the order oneDNN's kernels read, for large
-weights; plain for small ones, where a packed call costs more than it saves.
+There are two forms with the same methods: packed in oneDNN's order for large weights, and plain
+for small ones, for which a packed call costs more than it saves.
 """
 
 from typing import cast
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwater.device.host_ops import host_ops
 
 MIN_PACKED_WEIGHTS = 1 << 18
-"""A packed product costs some 15 µs to call; below this size it does not earn them back."""
+"""A packed product costs about 15 µs per call; below this size that is not worth it."""
 
 _ROWS_HINT = 16
 
@@ -95,7 +95,7 @@ class GatedMLP(nn.Module):
         return cast(Tensor, self.down(self.gated(x)))
 
     def gated(self, x: Tensor) -> Tensor:
-        """All but the last product."""
+        """Everything except the last product."""
         return self.up.times(x, self.gate.activated(x, self.activation, self.variant))
 
 
@@ -104,7 +104,7 @@ ACTIVATIONS = {
     "SiLU": ("swish", "none"),
     "SiLUActivation": ("swish", "none"),
 }
-"""Activations known by oneDNN: its name and variant for each class."""
+"""Activations of oneDNN: its name and variant for each class."""
 
 
 class FusedNorm(nn.Module):
@@ -121,7 +121,7 @@ class FusedNorm(nn.Module):
 
 
 def can_pack() -> bool:
-    """Whether this build of torch has oneDNN's packed products, and they are right."""
+    """Whether this build of torch has oneDNN's packed products, and their results are right."""
     torch_linear = nn.Linear(32, 48)
     x = torch.randn(5, 32)
     try:
@@ -132,5 +132,5 @@ def can_pack() -> bool:
 
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Equal but for the order of additions."""
+    """Equal except for the order of additions."""
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)

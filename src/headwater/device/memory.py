@@ -1,4 +1,4 @@
-"""Measures the device, then says how many blocks its KV pool may have."""
+"""Measures the device and calculates the number of blocks of its KV pool."""
 
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ def num_blocks_that_fit(
 ) -> int:
     """Blocks for the KV pool: `override`, or what `utilization` of the free memory holds.
 
-    `available_bytes` is measured unless given; on a GPU what a step of `step_tokens` and
-    `max_num_seqs` sequences computes in is left out. A ConfigError says so when not even one block fits, or when the settings
-    make no sense.
+    `available_bytes` is measured unless it is given. On a GPU the memory of a step with
+    `step_tokens` and `max_num_seqs` sequences is left free. Raises ConfigError if not even one
+    block fits, or if a setting is invalid.
     """
     if override is not None:
         if override < 1:
@@ -43,7 +43,7 @@ def num_blocks_that_fit(
 
 
 def free_bytes(model: LoadedModel) -> int:
-    """What the model's device has left, now that the model is on it."""
+    """Free memory of the model's device after the model was loaded."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0])
     return free_main_bytes()
@@ -61,7 +61,8 @@ def _step_shape(model: LoadedModel) -> StepShape:
 
 
 def num_machine_gpus() -> int:
-    """GPUs of this machine, at least 1. Other engines may use those that this one does not see."""
+    """GPUs of this machine, at least 1. Other engines may use GPUs that this one does not
+    see."""
     try:
         return max(len(list(_GPUS.iterdir())), 1)
     except OSError:

@@ -41,7 +41,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A model ready to run, and the facts about it that others need."""
+    """A loaded model and its properties."""
 
     module: nn.Module
     model_dir: Path
@@ -52,7 +52,7 @@ class LoadedModel:
     dtype: torch.dtype
     num_layers: int
     kv_heads: int
-    """KV heads in memory here: this rank's, where the model is split over ranks."""
+    """KV heads on this rank."""
 
     head_dim: int
     vocab_size: int
@@ -61,32 +61,32 @@ class LoadedModel:
 
     eos_token_ids: tuple[int, ...]
     min_rows: int = 1
-    """Smaller steps are padded to this many tokens, because they are faster so."""
+    """Smaller steps are padded to this many tokens, because they are faster that way."""
 
     planes: int = 2
-    """Keys and values; 1 where a latent is stored for both (MLA)."""
+    """2 for keys and values; 1 if one latent is stored for both (MLA)."""
 
     value_dim: int | None = None
-    """Leading numbers of a stored latent that are the value; None if all of a head are."""
+    """Leading elements of a stored latent that are the value; None if all of a head are."""
 
     has_fp8_kv: bool = False
     """Whether KV is stored in 8 bits, with a scale for each token and head."""
 
     share: RankShare | None = None
-    """The part of the weights that is here; None is all of them."""
+    """The part of the weights on this rank; None means all of them."""
 
     total_kv_heads: int = 0
-    """Of the whole model; 0 is the same as here."""
+    """Of the whole model; 0 means the same as on this rank."""
 
     def layout(self, block_tokens: int) -> KVLayout:
-        """What the bytes of a block are here: of this rank's KV heads."""
+        """The layout of a block on this rank, with its KV heads."""
         dtype = str(self.dtype).removeprefix("torch.")
         return KVLayout(
             num_layers=self.num_layers,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             block_tokens=block_tokens,
-            # KV rounded from two dtypes is not the same KV, so both are named.
+            # KV rounded from two dtypes differs, so both are part of the format.
             dtype=f"{dtype}-fp8_e4m3" if self.has_fp8_kv else dtype,
             planes=self.planes,
             element_bytes=1 if self.has_fp8_kv else self.dtype.itemsize,
@@ -94,7 +94,7 @@ class LoadedModel:
         )
 
     def whole_layout(self, block_tokens: int) -> KVLayout:
-        """What the bytes of a block are in lower tiers and on links, whatever the ranks."""
+        """The layout of a block in lower tiers and on links, whatever the number of ranks."""
         own = self.layout(block_tokens)
         return replace(own, kv_heads=self.total_kv_heads or self.kv_heads)
 
@@ -113,11 +113,11 @@ def load(
     has_fp8_kv: bool = False,
     share: RankShare | None = None,
 ) -> LoadedModel:
-    """Load `model_dir`, or the built-in tiny model for None; a ModelError says why not.
+    """Load `model_dir`, or the built-in tiny model for None. Raises ModelError with the reason.
 
-    `packed` lets a CPU model's weights be reordered for speed. With a `share`, only that part of
-    the weights is kept; it computes nothing of use before `connect`. Nothing is fetched from
-    anywhere and no code from the folder is run.
+    `packed` allows a CPU model's weights to be reordered for speed. With a `share`, only that
+    part of the weights is kept; the model cannot be used before `connect`. Nothing is
+    downloaded, and no code from the folder is run.
     """
     target = _torch_device(device)
     folder = Path(model_dir) if model_dir is not None else builtin.ensure()
@@ -125,12 +125,12 @@ def load(
     check_served(raw)
     ends = _generation_ends(folder)
     identity_files(folder)
-    # Ranks split plain weights only, and latent KV is made from them.
+    # Ranks split plain weights only, and latent KV is computed from them.
     is_kept = target.type == "cuda" and share is None and raw.get("kv_lora_rank") is None
     kept_on = target if is_kept else None
     with ThreadPoolExecutor(1) as hashing:
-        # Reading all weights for their hash takes as long as loading them, on another core. One
-        # rank is enough: the others name no blocks.
+        # Reading all weights for their hash takes as long as loading them, so it runs on
+        # another core. One rank is enough, because the others compute no block keys.
         is_named = share is None or share.is_first
         name = hashing.submit(fingerprint if is_named else _unnamed, folder)
         loaded = _load_module(folder, raw, _torch_dtype(dtype), kept_on)
@@ -159,7 +159,7 @@ def load(
 
 
 def _unnamed(folder: Path) -> bytes:
-    """Instead of a fingerprint, where no block is named by it."""
+    """Instead of a fingerprint, on ranks that compute no block keys."""
     return b""
 
 
@@ -172,7 +172,7 @@ def _torch_dtype(name: str) -> torch.dtype | str:
 
 
 def _torch_device(name: str) -> torch.device:
-    """The device, after something was put on it; a ConfigError says why that did not work."""
+    """The device, after a test allocation. Raises ConfigError with the reason if it failed."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -184,8 +184,8 @@ def _torch_device(name: str) -> torch.device:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Away from the folder's files: weights that stayed mapped would change with a file that is
-    written anew, or end the process while it is."""
+    """Move weights away from the mapped files. Mapped weights would change, or end the process,
+    when a file is rewritten."""
     if device.type == "cpu":
         for weight in module.parameters():
             weight.data = weight.data.clone()
@@ -217,7 +217,7 @@ def _load_module(
         raise ModelError(f"{folder} could not be loaded: {exc}") from exc
     _check_complete(folder, found)
     for weight in module.parameters():
-        # Weights that were quantised come out in a dtype of the quantiser's choice.
+        # Weights that were quantised get a dtype that the quantiser chose.
         weight.data = weight.data.to(module.config.dtype)
     return cast(PreTrainedModel, module)
 
@@ -228,7 +228,7 @@ def _loaded(
     dtype: torch.dtype | str,
     kept_on: torch.device | None,
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The module, and what transformers says about its loading."""
+    """The module, and transformers' report about its loading."""
     quantization = quantization_of(raw)
     if quantization is not None:
         return load_quantized(
@@ -257,7 +257,7 @@ def _loaded(
 
 
 def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
-    """Weights that the folder lacks would be random, with no more than a warning."""
+    """Weights that the folder lacks would be random, with only a warning."""
     for fault in ("missing_keys", "mismatched_keys"):
         if found.get(fault):
             first = sorted(map(str, found[fault]))[0]
@@ -281,7 +281,7 @@ def _sizes(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def kv_shape(config: PretrainedConfig) -> dict[str, Any]:
-    """Heads, numbers and planes of what is stored of a token."""
+    """Heads, head size and planes of the stored KV."""
     if (rank := getattr(config, "kv_lora_rank", None)) is not None:
         shape = {"kv_heads": 1, "total_kv_heads": 1, "planes": 1, "value_dim": rank}
         return {**shape, "head_dim": rank + config.qk_rope_head_dim}
@@ -295,20 +295,20 @@ def kv_shape(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _generation_ends(folder: Path) -> tuple[int, ...] | None:
-    """Ids that end a sequence, where the folder has a generation config that names some."""
+    """Ids that end a sequence, from the generation config of the folder if it has any."""
     path = folder / "generation_config.json"
     named = read_object(path).get("eos_token_id") if path.is_file() else None
     return None if named is None else _token_ids(named, path)
 
 
 def _config_ends(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
-    """Those of the model's own config."""
+    """End ids from the model's own config."""
     named = config.eos_token_id
     return () if named is None else _token_ids(named, folder / "config.json")
 
 
 def _token_ids(named: object, path: Path) -> tuple[int, ...]:
-    """One id or a list of them, as config files have it."""
+    """One id or a list of ids, as in config files."""
     ids = named if isinstance(named, list) else [named]
     for token in ids:
         if type(token) is not int or token < 0:

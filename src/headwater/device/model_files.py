@@ -1,7 +1,7 @@
 """Reads a model folder without torch: its config.json, and the headers of its weights.
 
-A safetensors file begins with the length of a JSON header, which names each tensor with its
-type, shape and place. The numbers themselves are never read here.
+A safetensors file begins with the length of a JSON header, which describes each tensor by type,
+shape and position. The weights themselves are not read here.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from headwater.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The limit of the format."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -25,7 +25,7 @@ ELEMENT_BITS = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
     "F4": 4,
 }
-"""Bits of a number of each type that safetensors knows."""
+"""Bits per element of each type in safetensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class StoredTensor:
 
     name: str
     kind: str
-    """The type's name in safetensors, such as `BF16`."""
+    """Name of the type in safetensors, such as `BF16`."""
 
     shape: tuple[int, ...]
 
@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, or a ModelError that says what is wrong with it."""
+    """The folder's config.json. Raises ModelError if something is wrong with it."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
@@ -67,13 +67,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those its index names, else all in the folder."""
+    """The safetensors files of a model: those in its index, otherwise all in the folder."""
     index = folder / _INDEX
     if index.is_file():
         names = read_object(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ModelError(f"{index} has no weight_map")
-        # Only the last part: an index may not name files outside of its folder.
+        # Only the file name is used: an index must not name files outside its folder.
         files = [folder / Path(str(name)).name for name in sorted(set(names.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))

@@ -1,6 +1,6 @@
 """Compiles `native.c` with the machine's C compiler, once, and calls it.
 
-Without a compiler everything works as before, only slower: `load` says so and returns None.
+Without a compiler everything works, but more slowly: `load` logs it and returns None.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from headwater.native.compiler import compile_library
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (
     *("-O3", "-march=native"),
-    # What vectorising a sum needs, and no more: infinities and NaN keep their meaning.
+    # Only what is needed to vectorise a sum: infinities and NaN keep their meaning.
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 )
 _WIDEST = 256
-"""Numbers in a head, at most, for sums on C's stack."""
+"""Largest head size, for sums on the C stack."""
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -104,7 +104,7 @@ class _Buffers(ctypes.Structure):
 
 
 def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Buffers:
-    """How C finds its way in keys or values, and in scores, of all of whose rows are dense."""
+    """Strides of keys or values and of scores, whose rows are all dense."""
     lengths = spans.lengths
     return _Buffers(
         *(lengths.data_ptr(), len(lengths), spans.kv_heads),
@@ -113,7 +113,7 @@ def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Buffers:
 
 
 def load() -> NativeOps | None:
-    """The compiled operations, compiled now if need be; None if that does not work."""
+    """The compiled operations; compiled now if necessary. None if that fails."""
     try:
         return NativeOps(ctypes.CDLL(str(compile_library(_SOURCE, _FLAGS))))
     except (OSError, subprocess.SubprocessError) as exc:

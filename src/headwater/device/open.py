@@ -1,6 +1,6 @@
-"""Which runner and which copier a device gets: the one place that tells a GPU from a CPU.
+"""Chooses the runner and the copier of a device: the only place that distinguishes GPU and CPU.
 
-Triton and cuda-python are imported only where the model is on a GPU.
+Triton and cuda-python are imported only if the model is on a GPU.
 """
 
 import logging
@@ -25,13 +25,13 @@ from headwater.types import Tokens
 
 
 class LeadingRunner(Runner, Protocol):
-    """Rank 0's own runner, where other ranks compute its steps too."""
+    """Rank 0's own runner, if other ranks compute its steps too."""
 
     announce: Callable[[ScheduledBatch, Tokens], None] | None
-    """Told of each step before it is computed, with the carried tokens that are known."""
+    """Called with each step before it is computed, with the carried tokens that are known."""
 
     announce_warm: Callable[[WarmPhase], None] | None
-    """Told of what is done before the first step."""
+    """Called with each preparation before the first step."""
 
 
 class FollowingRunner(Protocol):
@@ -43,7 +43,7 @@ class FollowingRunner(Protocol):
         """Compute this rank's part of a step that rank 0 samples."""
 
     def prepare(self, phase: WarmPhase) -> None:
-        """Do what rank 0 does before the first step."""
+        """Prepare in the same way as rank 0 before the first step."""
 
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ def open_runner(  # noqa: PLR0913 -- sizes, each by its name
     masks: MaskWorkers | None = None,
     group: RankGroup | None = None,
 ) -> tuple[LeadingRunner, KVPool]:
-    """A runner and its pool. `prepare_device` is to be called before it serves. With a `group` it
-    computes rank 0's part of a model that is split over ranks.
+    """A runner and its pool. Call `prepare_device` before it serves.
 
-    A pool in main memory may be `shared`: peers on this machine can be let read it.
+    With a `group` it computes rank 0's part of a model that is split over ranks. A pool in main
+    memory may be `shared`: peers on this machine can read it.
     """
     sizes: dict[str, Any] = {
         "num_blocks": num_blocks,
@@ -134,9 +134,12 @@ def open_follower(
 
 
 def prepare_device(runner: Runner, copier: DeviceCopier | None) -> Callable[[], int] | None:
-    """Do all that would make the first requests slow: compile and load kernels, capture graphs,
-    pin the host tier. Returns a count of kernels that were compiled or loaded afterwards, which
-    should stay 0; None if nothing is ever compiled. Nothing was computed or copied before."""
+    """Do everything that would slow down the first requests: compile and load kernels, capture
+    graphs, pin the host tier.
+
+    Returns a counter of kernels compiled or loaded afterwards, which should stay 0; None if
+    nothing is ever compiled. Call it before anything is computed or copied.
+    """
     if isinstance(runner, TorchRunner):
         return None
     from headwater.device.gpu.copier import CudaCopier
@@ -166,7 +169,8 @@ def prepare_device(runner: Runner, copier: DeviceCopier | None) -> Callable[[], 
 def open_copier(
     pool: KVPool, slab: HostSlab, clock: Clock, runner: Runner | None = None
 ) -> DeviceCopier:
-    """The copier between `pool` and `slab`; `runner`, if given, hears of layers that arrive."""
+    """The copier between `pool` and `slab`; it tells `runner`, if given, about layers that have
+    arrived."""
     if pool.device.type == "cpu":
         return CpuCopier(pool, slab, clock)
     from headwater.device.gpu.copier import CudaCopier

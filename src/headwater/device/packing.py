@@ -1,4 +1,4 @@
-"""Makes a CPU model's forward cheaper without changing what it computes.
+"""Makes the forward pass of a CPU model faster without changing its result.
 
 Linear weights are stored once, in the order oneDNN's kernels read them, instead of being
 reordered in every call; gates and residuals are computed inside products; norms are one
@@ -29,7 +29,8 @@ ROWS_WANTED = 4
 
 @torch.inference_mode()
 def pack(model: nn.Module, *, min_packed_weights: int = MIN_PACKED_WEIGHTS) -> bool:
-    """Replace what can be, in place. True if large linear layers are packed now."""
+    """Replace modules in place where possible. Returns True if large linear layers are packed
+    now."""
     weight = next(model.parameters())
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not can_pack():
         return False
@@ -46,15 +47,15 @@ def pack(model: nn.Module, *, min_packed_weights: int = MIN_PACKED_WEIGHTS) -> b
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a padding token would cost more than arithmetic: it would wake experts."""
+    """Whether a padding token would cost more than arithmetic, because it would use experts."""
     return any("Experts" in type(module).__name__ for module in model.modules())
 
 
 def _replace(parent: nn.Module, better: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put what `better` returns in the place of every module below `parent` it is given.
+    """Replace every module below `parent` by the result of `better`.
 
-    Names, not modules, are remembered on the way: a replaced weight is freed before the
-    next one is made, so a model is never in memory twice.
+    Names, not modules, are kept meanwhile: a replaced weight is freed before the next one is
+    made, so a model is never in memory twice.
     """
     for name in [name for name, _ in parent.named_children()]:
         child = parent.get_submodule(name)

@@ -1,7 +1,8 @@
-"""Large memory: free of charge until it is touched, in huge pages where the system gives them.
+"""Large memory that is allocated when it is first written, in huge pages if the system provides
+them.
 
-Such memory is shared memory to Linux, which has huge pages for it only where `shmem_enabled`
-says so; those of the weights, which are read from end to end in every step, are torch's.
+Linux treats such memory as shared memory and uses huge pages for it only if `shmem_enabled`
+allows it. The weights, which every step reads completely, are in memory of torch.
 """
 
 import math
@@ -14,7 +15,7 @@ from headwater.transfer.shared import SharedPages
 
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros; on a CPU its memory is taken page by page, as it is written."""
+    """A tensor of zeros. On a CPU its memory is allocated page by page when it is written."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -25,7 +26,7 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
 
 
 def shared_zeros(shape: tuple[int, ...], *, dtype: torch.dtype) -> tuple[Tensor, SharedPages]:
-    """The same in main memory that other processes may be let read. Its pages are huge only
-    where the system allows that for shared memory, which most do not."""
+    """The same in main memory that other processes may read. It has huge pages only if the
+    system allows them for shared memory, which most do not."""
     pages = SharedPages(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(pages.memory, dtype=dtype).view(shape), pages

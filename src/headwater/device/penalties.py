@@ -1,6 +1,6 @@
 """Edits of logits before a token is chosen: penalties, then biases, then forbidden tokens.
 
-Vectorised: whatever the rows ask for becomes index arrays over the whole batch.
+Vectorised: the parameters of all rows become index arrays over the whole batch.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,10 @@ def is_penalised(params: SamplingParams) -> bool:
 def penalise(
     logits: Tensor, params: Sequence[SamplingParams], histories: dict[int, History]
 ) -> None:
-    """Lower, in place, what a row has said before; `histories` has the rows to be done.
+    """Lower the logits of tokens that a row already contains, in place; `histories` has the
+    rows to change.
 
-    Repetition counts prompt and output; presence and frequency the output only.
+    Repetition counts prompt and output; presence and frequency count the output only.
     """
     rows = list(histories)
     vocab = logits.shape[1]
@@ -53,7 +54,7 @@ def penalise(
 
 
 def bias(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Add each row's `logit_bias`, in place; ids outside the vocabulary have no logit."""
+    """Add each row's `logit_bias`, in place. Ids outside the vocabulary are ignored."""
     vocab = logits.shape[1]
     places, amounts = [], []
     for row, row_params in enumerate(params):
@@ -75,10 +76,10 @@ def forbid(logits: Tensor, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
 
 
 def keep_allowed(logits: Tensor, rows: Sequence[int], words: NDArray[np.int32]) -> Tensor:
-    """The logits, with every token impossible that the mask of its row does not have.
+    """The logits, with every token impossible that the mask of its row does not allow.
 
-    `words` has one bit a token, the lowest first, in a row for each of `rows`. The logits
-    given are left alone.
+    `words` has one bit per token, lowest first, in a row for each of `rows`. The given logits
+    are not changed.
     """
     vocab = logits.shape[1]
     if logits.device.type == "cpu":

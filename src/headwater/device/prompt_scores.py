@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, computed beside the step that computes the prompt."""
+"""Log-probabilities of prompt tokens, computed in the same step as the prompt."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from headwater.scheduler.batch import ScheduledBatch
 from headwater.scheduler.request import TokenLogprobs
 
 _SLICE = 256
-"""Positions whose logits exist at one time."""
+"""Positions whose logits exist at the same time."""
 
 LogitsOf = Callable[[int, int], Tensor]
-"""The logits of some of the batch's scored places, from one to another."""
+"""Returns the logits of a range of the batch's scored places."""
 
 
 class PromptScores:
-    """The scored places of one batch, on their way from the device."""
+    """The scored places of one batch, while they are copied from the device."""
 
     def __init__(self, batch: ScheduledBatch, logits_of: LogitsOf) -> None:
         self._batch = batch
@@ -32,7 +32,7 @@ class PromptScores:
             self._tables.append(LogprobTable(logits, chosen, counts[start:end]))
 
     def read(self) -> dict[int, list[TokenLogprobs]]:
-        """By row of the batch. The device must be done with the step."""
+        """By row of the batch. The device must have finished the step."""
         found = [entry for table in self._tables for entry in table.read() if entry is not None]
         scores: dict[int, list[TokenLogprobs]] = {}
         for row, (targets, _) in self._batch.scored.items():

@@ -1,4 +1,4 @@
-"""Other weights for a model that is being served: the same shape, another content."""
+"""Loads other weights for a model that is being served, with the same shape."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ _MUST_AGREE = (
     *("num_layers", "kv_heads", "head_dim", "vocab_size"),
     *("max_model_len", "eos_token_ids", "dtype"),
 )
-"""What pools, scheduler and server were built for."""
+"""Properties that pools, scheduler and server depend on."""
 
 
 def load_like(model: LoadedModel, folder: Path) -> LoadedModel:
-    """The model in `folder`, beside `model` in memory; a ModelError if it has another shape.
+    """The model in `folder`, loaded beside `model`. Raises ModelError if it has another shape.
 
-    What is served now is not touched, so a folder that cannot be used changes nothing.
+    The served model is not touched, so an unusable folder changes nothing.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     other = load(folder, dtype=dtype, device=str(model.device), has_fp8_kv=model.has_fp8_kv)

@@ -25,8 +25,8 @@ from headwater.types import Tokens
 class TorchRunner:
     """The engine's `Runner` over torch. One thread; `submit` and `collect` alternate freely.
 
-    On a CPU `submit` computes the step; with `depth` 2 a second one may be submitted before
-    the first is collected, its carried tokens taken from the first.
+    On a CPU `submit` computes the step. With `depth` 2 a second step may be submitted before
+    the first is collected; it takes its carried tokens from the first.
     """
 
     layerwise = False
@@ -54,7 +54,7 @@ class TorchRunner:
         )
         if contiguous_bytes is None:
             contiguous_bytes = int(self.pool.num_bytes * CONTIGUOUS_SHARE)
-        # A row is at least a token, so no step has more rows than either.
+        # A row has at least one token, so no step has more rows than either limit.
         max_buffers = min(max_num_seqs, max_batched_tokens)
         self._buffers = ContiguousKV(
             self.pool, max_buffers=max_buffers, max_bytes=contiguous_bytes
@@ -62,21 +62,22 @@ class TorchRunner:
         self._sampler = Sampler(model.eos_token_ids)
         self._masks = masks
         self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
-        """Told of each step before it is computed, where other ranks compute it too."""
+        """Called with each step before it is computed, if other ranks compute it too."""
         self.announce_warm: Callable[[WarmPhase], None] | None = None
         """Not called: nothing is prepared on a CPU."""
         self._results: deque[StepResult] = deque()
         self._last: tuple[ScheduledBatch, StepResult] | None = None
 
     def submit(self, batch: ScheduledBatch) -> None:
-        """Run one step; its result waits for `collect`."""
+        """Compute one step; `collect` returns its result."""
         carried = self._carried(batch)
         tokens = batch.tokens
         if carried:
             tokens = tokens.copy()
             rows = np.fromiter(carried, dtype=np.int64)
             known = np.fromiter(carried.values(), dtype=np.int32)
-            tokens[batch.query_start[rows]] = known.clip(min=0)  # a void row computes anything
+            # the result of a void row is not used
+            tokens[batch.query_start[rows]] = known.clip(min=0)
         pending = begin_masks(self._masks, batch, carried)
         with torch.inference_mode():
             logits = self.compute(batch, tokens)
@@ -101,7 +102,7 @@ class TorchRunner:
         """Nothing is prepared on a CPU."""
 
     def collect(self) -> StepResult:
-        """The result of the oldest step not yet collected."""
+        """The result of the oldest step in flight."""
         return self._results.popleft()
 
     def use(self, model: LoadedModel) -> None:
@@ -109,15 +110,15 @@ class TorchRunner:
         self._model = model
 
     def close(self) -> None:
-        """Forget what was not collected, and end the masks' threads."""
+        """Discard steps that were not collected, and end the threads of the masks."""
         if self._masks is not None:
             self._masks.close()
         self._results.clear()
         self._last = None
 
     def compute(self, batch: ScheduledBatch, tokens: Tokens) -> Tensor:
-        """Run the model over `tokens`, those of `batch` with carried ones filled in. The logits
-        of the sampled rows, then of the scored places."""
+        """Run the model over `tokens`, those of `batch` with carried ones filled in. Returns
+        the logits of the sampled rows, then those of the scored places."""
         if self.announce is not None:
             self.announce(batch, tokens)
         inputs: StepInputs = build(
@@ -136,7 +137,7 @@ class TorchRunner:
         return logits
 
     def _carried(self, batch: ScheduledBatch) -> dict[int, int]:
-        """The token that each row with a carry got from the step before."""
+        """The token that each row with a carry got from the previous step."""
         rows = np.flatnonzero(batch.carry >= 0)
         if len(rows) == 0:
             return {}
@@ -152,17 +153,15 @@ class TorchRunner:
 
 
 def is_masked(batch: ScheduledBatch) -> bool:
-    """Whether every row of the step chooses a token by a grammar."""
+    """Whether every row of the step has a grammar."""
     return len(batch.params) == batch.num_rows and all(p.grammar for p in batch.params)
 
 
 def begin_masks(
     masks: MaskWorkers | None, batch: ScheduledBatch, carried: dict[int, int]
 ) -> PendingMasks | None:
-    """Have masks made for the rows with a grammar; None if there are none.
-
-    A row that continues from a token which was not chosen gets none.
-    """
+    """Start to make masks for the rows with a grammar; None if there are none. A row gets none
+    if the token before it was not sampled."""
     rows = []
     for i, params in enumerate(batch.params):
         if not params.grammar:
@@ -189,7 +188,7 @@ def void_unmasked(
     carried: dict[int, int],
     masks: StepMasks | None,
 ) -> None:
-    """Take back what rows with a grammar chose without a mask."""
+    """Discard the tokens of rows with a grammar whose mask was late."""
     if masks is not None:
         for i in (*masks.late, *masks.failed):
             result.tokens[i] = NO_TOKEN

@@ -1,12 +1,12 @@
-"""Chooses the next token of each row. Vectorised over the batch; nothing is remembered.
+"""Samples the next token of each row. Vectorised over the batch, without state.
 
-The order: penalties, biases and forbidden tokens; then temperature; then the k most likely,
-the top p of those, and what is at least `min_p` as likely as the likeliest. Tokens as
-likely as the last one kept are kept too, so the order of ids decides nothing.
+The order is: penalties, biases and forbidden tokens; temperature; top-k; top-p of those; then
+tokens at least `min_p` times as likely as the most likely one. Tokens with the same probability
+as the last kept one are kept too, so the order of ids does not matter.
 
-A row whose largest logit is not a finite number (a model that overflowed, every token
-forbidden) is greedy over what is finite: of the edited logits, else of the model's, else
-token 0. Other rows never notice.
+A row whose largest logit is not finite (the model overflowed, or every token is forbidden) is
+greedy over the finite ones: of the edited logits, otherwise of the model's logits, otherwise
+token 0. Other rows are not affected.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from headwater.types import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledRows:
-    """The rows of a step that choose a token; all fields are per row."""
+    """The rows of a step that are sampled; all fields are per row."""
 
     params: Sequence[SamplingParams]
     positions: Ints
-    """Position the chosen token will have in its sequence."""
+    """Position of the sampled token in its sequence."""
 
     prompt_lens: Sequence[int]
     histories: dict[int, History]
@@ -57,18 +57,19 @@ class Sampler:
     def choose(
         self, logits: Tensor, rows: SampledRows
     ) -> tuple[Tokens, list[TokenLogprobs | None]]:
-        """A token for each row of `logits`, and log-probabilities where asked for."""
+        """A token for each row of `logits`, and log-probabilities if requested."""
         chosen = self.pick(logits, rows)
         logprobs = LogprobTable(logits, chosen, [p.logprobs for p in rows.params])
         tokens: Tokens = chosen.cpu().numpy().astype(np.int32)
         return tokens, logprobs.read()
 
     def pick(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """The token of each row, where the logits are; waits for no device."""
+        """The token of each row, on the device of the logits; does not wait for the device."""
         if is_plain(rows.params):
             return _greedy(logits, logits)
         if rows.masks is not None and rows.masks.rows:
-            # First, and what the choice falls back to: nothing else may allow a token again.
+            # Greedy first, also as the fallback: nothing else may allow a forbidden token
+            # again.
             logits = keep_allowed(logits.float(), rows.masks.rows, rows.masks.words)
         edited = self._edited(logits.float(), rows)
         chosen = _greedy(edited, logits)
@@ -86,7 +87,7 @@ class Sampler:
         return chosen
 
     def _edited(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """The logits that are chosen from; those given are left alone."""
+        """The edited logits; the given ones are not changed."""
         biased = any(params.logit_bias for params in rows.params)
         forbidden = self._forbidden(rows)
         if not (rows.histories or biased or forbidden):
@@ -100,7 +101,7 @@ class Sampler:
         return edited
 
     def _forbidden(self, rows: SampledRows) -> list[tuple[int, tuple[int, ...]]]:
-        """Tokens that would end a row which must go on."""
+        """End tokens of rows that must not end yet."""
         forbidden = []
         for row, params in enumerate(rows.params):
             if params.min_tokens == 0:
@@ -112,13 +113,13 @@ class Sampler:
 
 
 class LogprobTable:
-    """Log-probabilities of the rows that asked, on their way from the device.
+    """Log-probabilities of the rows that requested them, while they are copied from the device.
 
-    Of the model itself: before penalties and temperature.
+    They are those of the model, before penalties and temperature.
     """
 
     def __init__(self, logits: Tensor, chosen: Tensor, counts: Sequence[int | None]) -> None:
-        """`counts` says how many alternatives each row wants; None wants nothing."""
+        """`counts` is the number of alternatives for each row; None means not requested."""
         self._num_rows = len(counts)
         asked = [(row, count) for row, count in enumerate(counts) if count is not None]
         self._wanted: list[tuple[int, int]] = asked
@@ -126,7 +127,7 @@ class LogprobTable:
         if not asked:
             return
         at = put(np.array([row for row, _ in asked]), logits.device)
-        # A row without one finite logit has no probabilities: all are reported as none at all.
+        # A row without a finite logit has no probabilities: all of them are reported as zero.
         values = _finite_only(logits.index_select(0, at).float()).log_softmax(-1)
         values = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         picked = values.gather(1, chosen.index_select(0, at)[:, None].long())
@@ -135,7 +136,7 @@ class LogprobTable:
         self._found = [fetch(part) for part in (picked[:, 0], ranks, top.values, top.indices)]
 
     def read(self) -> list[TokenLogprobs | None]:
-        """Per row; None if none were asked for. The device must be done with the step."""
+        """Per row; None if not requested. The device must have finished the step."""
         found: list[TokenLogprobs | None] = [None] * self._num_rows
         if not self._wanted:
             return found
@@ -151,7 +152,7 @@ class LogprobTable:
 
 
 def is_plain(params: Sequence[SamplingParams]) -> bool:
-    """Whether all rows are greedy, and nothing else is asked for."""
+    """Whether all rows are greedy without further parameters."""
     return all(
         p.is_greedy
         and p.logprobs is None
@@ -164,9 +165,9 @@ def is_plain(params: Sequence[SamplingParams]) -> bool:
 
 
 def _greedy(edited: Tensor, logits: Tensor) -> Tensor:
-    """The likeliest token of each row, whatever is in it."""
+    """The most likely token of each row, for any content."""
     if edited.device.type == "cpu":
-        best = _argmax(edited)  # of a row with a NaN, that NaN
+        best = _argmax(edited)  # for a row with NaN this is the NaN
         if bool(edited.gather(1, best[:, None]).isfinite().all()):
             return best
     usable = _finite_only(edited)
@@ -175,7 +176,7 @@ def _greedy(edited: Tensor, logits: Tensor) -> Tensor:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """On a CPU numpy's, which is several times faster; it knows no bfloat16."""
+    """On a CPU numpy's version, which is several times faster but does not support bfloat16."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
@@ -188,7 +189,8 @@ def _finite_only(logits: Tensor) -> Tensor:
 def _draw(
     logits: Tensor, best: Tensor, params: Sequence[SamplingParams], positions: Ints
 ) -> Tensor:
-    """Invert the cumulative distribution at one number a row; `best` where there is none."""
+    """Invert the cumulative distribution at one number per row; `best` if that is not
+    possible."""
     temperatures = _column([p.temperature for p in params], logits)
     largest = logits.gather(1, best[:, None])
     probs = ((logits - largest) / temperatures).softmax(-1)
@@ -199,14 +201,14 @@ def _draw(
     total = cumulative[:, -1:]
     drawn = uniform([p.seed for p in params], positions)
     at = put(drawn, logits.device)[:, None] * total
-    # The product may round up to the total, beyond which there is no token.
+    # The product may round up to the total, after which there is no token.
     at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
     drawn_ids = torch.searchsorted(cumulative, at, right=True)[:, 0]
     return torch.where(total[:, 0].isfinite(), drawn_ids, best)
 
 
 def _floor(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor | None:
-    """Least probability that is kept in each row; None keeps everything."""
+    """Smallest probability that is kept in each row; None keeps everything."""
     floor = None
     if any(p.min_p > 0 for p in params):
         floor = probs.amax(-1, keepdim=True) * _column([p.min_p for p in params], probs)

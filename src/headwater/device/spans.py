@@ -1,4 +1,4 @@
-"""How many tokens of each buffer are seen, as what computes with them needs it."""
+"""The number of visible tokens in each buffer, in the forms that computations need."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ class SpanLengths:
         self._made = False
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Added to scores, `[buffers * kv_heads, 1, width]`; None when nothing is hidden."""
+        """Added to scores, `[buffers * kv_heads, 1, width]`; None if nothing is hidden."""
         if not self._made:
             self._made = True
             keys = torch.arange(self.width, device=self.lengths.device)

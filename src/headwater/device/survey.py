@@ -1,4 +1,4 @@
-"""What a model folder would need and how it would be served, read from its files without torch."""
+"""What a model needs and how it would be served, from its files, without torch."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ _REQUIRED = ("num_attention_heads", "hidden_size", "vocab_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSurvey:
-    """One model folder, as its files describe it."""
+    """One model folder, as described by its files."""
 
     folder: Path
     config: Mapping[str, Any]
     dtype: str
-    """Of weights and KV, as they would be served."""
+    """Type of weights and KV when served."""
 
     tensors: tuple[StoredTensor, ...]
     num_files: int
@@ -43,7 +43,7 @@ class ModelSurvey:
 
     @property
     def num_layers(self) -> int:
-        """Layers with KV of their own. LongCat's config counts its layers in pairs."""
+        """Layers with their own KV. LongCat's config counts its layers in pairs."""
         named = self.config.get("num_hidden_layers")
         return int(named if named is not None else 2 * self.config["num_layers"])
 
@@ -54,18 +54,18 @@ class ModelSurvey:
 
     @property
     def quantization(self) -> str | None:
-        """How the weights are stored, where they are quantised."""
+        """How the weights are stored, if they are quantised."""
         settings = self.config.get("quantization_config")
         return str(settings.get("quant_method")) if isinstance(settings, Mapping) else None
 
     @property
     def stored_bytes(self) -> int:
-        """Of all tensors, as they are in the files."""
+        """Bytes of all tensors in the files."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def weight_bytes(self) -> int:
-        """Of all tensors, in the types they would be served in."""
+        """Bytes of all tensors in the types in which they would be served."""
         return sum(self._served_bytes(tensor) for tensor in self.tensors)
 
     @property
@@ -74,7 +74,7 @@ class ModelSurvey:
         return max_positions(self.config, rope)
 
     def layout(self, block_tokens: int) -> KVLayout:
-        """What the bytes of a block would be."""
+        """The layout of a block."""
         heads = int(self.config["num_attention_heads"])
         kv_heads = int(self.config.get("num_key_value_heads") or heads)
         head_dim = int(self.config.get("head_dim") or self.config["hidden_size"] // heads)
@@ -93,7 +93,7 @@ class ModelSurvey:
         )
 
     def step_shape(self) -> StepShape:
-        """What the memory that a step computes in depends on."""
+        """What determines the memory of a step."""
         layout = self.layout(1)
         heads = int(self.config["num_attention_heads"])
         return StepShape(
@@ -106,7 +106,7 @@ class ModelSurvey:
 
     def _served_bytes(self, tensor: StoredTensor) -> int:
         width = DTYPE_BYTES[self.dtype]
-        # Quantised weights are counted as a CPU serves them, dequantised.
+        # Quantised weights are counted as dequantised, as on a CPU.
         if self.quantization is not None and tensor.name.endswith(BESIDE_SUFFIXES):
             return 0
         if tensor.kind in _STORED_DTYPES or tensor.kind == "F8_E4M3":
@@ -114,13 +114,14 @@ class ModelSurvey:
         if self.quantization is not None and tensor.name.endswith(tuple(MAIN_SUFFIXES)):
             return 8 * tensor.num_elements * width
         if self.quantization == "mxfp4":
-            # Dequantised at load: a byte holds two numbers, and scales disappear.
+            # Dequantised when loaded: a byte holds two elements, and scales disappear.
             return tensor.num_bytes * 2 * width if tensor.name.endswith("_blocks") else 0
         return tensor.num_bytes
 
 
 def survey(folder: Path, dtype: str = "auto") -> ModelSurvey:
-    """Read a folder that has its weights. A ModelError says why its model would be refused."""
+    """Read a folder with weights. Raises ModelError with the reason if its model would be
+    refused."""
     check_served(read_config(folder))
     files = weight_files(folder)
     tensors = [tensor for file in files for tensor in stored_tensors(file)]
@@ -130,7 +131,7 @@ def survey(folder: Path, dtype: str = "auto") -> ModelSurvey:
 def survey_of(
     folder: Path, dtype: str, tensors: Sequence[StoredTensor], num_files: int
 ) -> ModelSurvey:
-    """The same where the tensors, in so many files, are known from elsewhere."""
+    """The same for tensors, in this many files, that are already known."""
     config = read_config(folder)
     check_served(config)
     for name in _REQUIRED:
@@ -150,7 +151,8 @@ def survey_of(
 
 
 def _dtype(asked: str, config: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> str:
-    """The type of weights and KV: as asked, else the config's, else that of most weights."""
+    """The type of weights and KV: the requested one, otherwise that of the config, otherwise
+    that of most weights."""
     if asked == "auto":
         named = config.get("dtype") or config.get("torch_dtype")
         kinds = Counter(tensor.kind for tensor in tensors if tensor.kind in _STORED_DTYPES)

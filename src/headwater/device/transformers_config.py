@@ -1,4 +1,4 @@
-"""The configuration of a model folder, as transformers has it."""
+"""The configuration of a model folder, in transformers' form."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -9,11 +9,11 @@ from headwater.device.families import ALIASES
 from headwater.device.model_files import read_config
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-"""What every loader is told: nothing is fetched, and no code of a folder is run."""
+"""Arguments of every loader: nothing is downloaded, and no code of a folder is run."""
 
 
 def transformers_config(folder: Path) -> PretrainedConfig:
-    """The folder's config.json. A family with an alias is read as the one that it is."""
+    """The folder's config.json. An alias is replaced by the family that it stands for."""
     known: Any = AutoConfig
     raw = read_config(folder)
     kind = ALIASES.get(raw.pop("model_type"))

@@ -1,4 +1,4 @@
-"""Small arrays to the device and back without waiting for it."""
+"""Copies small arrays to the device and back without waiting for it."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ def put(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def fetch(values: Tensor) -> Tensor:
-    """`values` in main memory; from a GPU they are there once its work so far is done."""
+    """`values` in main memory. From a GPU they arrive when its current work is done."""
     if values.device.type == "cpu":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

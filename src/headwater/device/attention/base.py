@@ -1,9 +1,10 @@
-"""The seam to transformers: the attention function its model code calls, layer by layer.
+"""The interface to transformers: the attention function that its model code calls in each
+layer.
 
-A step's `AttentionStep` travels with the call as a keyword, so nothing here is state.
-transformers builds no mask for an implementation it does not know: windows, soft-caps and
-sinks arrive as keywords, and are lost unless passed on from here. Layers with latent KV attend
-with absorbed queries (`latent`).
+The `AttentionStep` of a step is a keyword argument of the call, so there is no state here.
+transformers builds no mask for an unknown implementation: windows, soft-caps and sinks come as
+keywords, and this module must pass them on. Layers with latent KV attend with absorbed queries
+(`latent`).
 """
 
 from typing import NamedTuple, Protocol
@@ -16,11 +17,11 @@ ATTENTION = "headwater"
 
 
 class Variant(NamedTuple):
-    """How one layer attends, as its model code says."""
+    """How one layer attends, as its model code specifies."""
 
     scaling: float
     window: int | None = None
-    """A token sees this many tokens, itself included; None is all before it."""
+    """A token sees this many tokens, including itself; None means all tokens before it."""
 
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -28,7 +29,7 @@ class Variant(NamedTuple):
 
     @property
     def has_plain_scores(self) -> bool:
-        """Whether scores are scaled products and nothing else."""
+        """Whether scores are scaled products without further changes."""
         return self.softcap is None and self.sinks is None
 
 
@@ -45,7 +46,7 @@ class AttentionStep(Protocol):
 
 
 def register() -> None:
-    """Make our attention known to transformers; again is harmless."""
+    """Register our attention with transformers. Calling it again is harmless."""
     AttentionInterface.register(ATTENTION, _attend)
 
 

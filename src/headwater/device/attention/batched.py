@@ -1,6 +1,6 @@
-"""Attention of many decoding rows together: one batched product over their buffers.
+"""Attention of many decode rows together: one batched product over their buffers.
 
-Everything an index or a mask needs is made once a step; a layer only multiplies.
+Indices and masks are made once per step; each layer only multiplies.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from headwater.device.spans import SpanLengths
 
 
 class BatchedDecodes:
-    """The decoding rows of one step, in buffers `[0, end)`; buffers between them are idle."""
+    """The decode rows of one step, in buffers `[0, end)`; buffers between them are idle."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class BatchedDecodes:
         self._index(in_order, tokens)
 
     def _index(self, in_order: bool, tokens: Ints) -> None:
-        """Which token each buffer gets and where; idle buffers get the first token, harmlessly."""
+        """The token of each buffer and its position. Idle buffers get the first token, which is
+        harmless."""
         pool = self._pool
         token_of = np.full(self._end, tokens[0], dtype=np.int64)
         token_of[self._buffers] = tokens
@@ -68,7 +69,7 @@ class BatchedDecodes:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """`[end, heads, head_dim]`, by buffer. This step's K and V are put in the buffers."""
+        """`[end, heads, head_dim]`, by buffer. It adds this step's K and V to the buffers."""
         pool = self._pool
         keys, values = self._keys[layer], self._values[layer]
         for source, target in ((key, keys), (value, values))[: pool.planes]:
@@ -99,18 +100,18 @@ class BatchedDecodes:
         )
 
     def fills(self, num_tokens: int) -> bool:
-        """Whether what `attend` returns is, as it stands, that of all tokens of the batch."""
+        """Whether the result of `attend` is already that of all tokens of the batch."""
         return self.leading and self._end == num_tokens
 
     def place(self, out: Tensor, attended: Tensor) -> None:
-        """Put what `attend` returned where the rows' tokens are in the packed batch."""
+        """Copy the result of `attend` to the rows' tokens in the packed batch."""
         if self.leading:
             out[: self._end] = attended
         else:
             out.index_copy_(0, self._tokens, attended.index_select(0, self._buffer_rows))
 
     def store(self, rows: Tensor) -> None:
-        """After the last layer: this step's K and V of all layers, to pool `rows`."""
+        """After the last layer: write this step's K and V of all layers to pool `rows`."""
         pool = self._pool
         heads = torch.arange(pool.kv_heads, device=pool.device)
         buffer_heads = (self._buffer_rows[:, None] * pool.kv_heads + heads).flatten()
@@ -140,7 +141,8 @@ class BatchedDecodes:
         return scores.softmax(-1).to(query.dtype)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Added to scores, `[buffers * kv_heads, 1, keys]`; made by the first layer to ask."""
+        """Added to scores, `[buffers * kv_heads, 1, keys]`; created by the first layer that
+        needs it."""
         if window not in self._masks:
             self._masks[window] = self._look(window, dtype)
         return self._masks[window]

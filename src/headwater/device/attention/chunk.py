@@ -15,18 +15,19 @@ from headwater.device.kv import KVPool
 
 _PART = 64
 _MIN_TOKENS = 16
-"""Tokens of a part, and tokens from which a prompt is attended in parts (measured)."""
+"""Tokens per part, and the prompt length from which parts are used (measured)."""
 
 _QUERIES = 256
-"""Queries scored at once where the scores are written out, which bounds their memory."""
+"""Queries per product when the scores are materialised; it bounds their memory."""
 
 
 class VisibleBlocks(NamedTuple):
-    """Which blocks a row reads under one window, and what each query sees of them."""
+    """The blocks that a row reads under one window, and what each query sees of them."""
 
     first_block: int
     mask: Tensor | None
-    """Added to scores, `[queries, keys]`; None when nothing is hidden, or `causal` says it."""
+    """Added to scores, `[queries, keys]`; None if nothing is hidden, or `causal` already does
+    it."""
 
     causal: bool
 
@@ -80,7 +81,8 @@ class ChunkRow:
         return keys[:seen], values[:seen]
 
     def _sight(self, window: int | None, query: Tensor, block_tokens: int) -> VisibleBlocks:
-        """Made by the first layer with this window, kept for the others of the step."""
+        """The visible blocks; created by the first layer with this window and kept for the
+        other layers of the step."""
         sight = self._sights.get(window)
         if sight is None:
             sight = self._look(window, query, block_tokens)
@@ -114,7 +116,8 @@ class ChunkRow:
 def written_out(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, variant: Variant
 ) -> Tensor:
-    """Attention with its scores written out, for what the fused kernel cannot do."""
+    """Attention with materialised scores, for variants that the fused kernel does not
+    support."""
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -128,7 +131,7 @@ def written_out(
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over keys of `[heads, queries, keys]`; a sink takes its share and is dropped."""
+    """Softmax over keys of `[heads, queries, keys]`. A sink takes part and is then dropped."""
     if sinks is None:
         return scores.softmax(-1)
     column = sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
@@ -138,10 +141,11 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 def _in_parts(
     pool: KVPool, query: Tensor, keys: Tensor, values: Tensor, scaling: float
 ) -> Tensor:
-    """The last tokens of a prompt in parts, all heads of a KV head in one product.
+    """Attention of the last tokens of a prompt in parts; all heads of a KV head are one
+    product.
 
-    A part multiplies with the keys that its queries see and no more, and needs no mask. A
-    CPU's fused kernel takes 1.3 times as long for 544 tokens, and as long for 32 after 512.
+    A part uses only the keys that its queries see, and needs no mask. A CPU's fused kernel
+    takes 1.3 times as long for 544 tokens, and as long for 32 after 512.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]

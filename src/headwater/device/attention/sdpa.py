@@ -1,8 +1,8 @@
 """The CPU reference: a step's attention in plain torch.
 
-Rows of a packed batch are of two kinds. Decodes in buffers are attended together; all others
-one by one. K and V of the latter go to the pool layer by layer, since they are read there;
-those of the former once, after the last layer.
+A packed batch has two kinds of rows. Decodes in buffers are attended together, all others one
+by one. K and V of the others are written to the pool in each layer, because they are read from
+there. K and V of decodes in buffers are written once, after the last layer.
 """
 
 from torch import Tensor
@@ -36,8 +36,9 @@ class SdpaStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """As `AttentionStep` says; tokens that only pad the batch come out as zeros."""
-        # What is attended is what the pool will give: a prefix found again is no other prefix.
+        """As in `AttentionStep`. Tokens that only pad the batch get zeros."""
+        # Attend over the values as the pool will return them, so that a cached prefix gives the
+        # same result.
         key, value = self._pool.rounded(key), self._pool.rounded(value)
         decodes = self._decodes
         if decodes is not None and not self._chunks and decodes.fills(query.shape[0]):
@@ -54,6 +55,6 @@ class SdpaStep:
         return out
 
     def finish(self) -> None:
-        """After the last layer: what the buffers got is written to the pool."""
+        """After the last layer: write what the buffers got to the pool."""
         if self._decodes is not None:
             self._decodes.store(self._decode_rows)

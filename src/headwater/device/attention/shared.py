@@ -1,7 +1,7 @@
-"""Attention of decoding rows that all begin with the same blocks.
+"""Attention of decode rows that begin with the same blocks.
 
-The shared prefix is read once for all rows, in one product with many queries, instead of
-once a row. Rows share it when their tables begin with the same slots, so it is the same KV.
+The shared prefix is read once for all rows, in one product with many queries, instead of once
+per row. Rows share it if their block tables begin with the same slots, so the KV is the same.
 
     scores of a row   |   shared: one product a head   |  own: one product a row  |
                       0                              shared                     span
@@ -19,14 +19,13 @@ from headwater.device.spans import SpanLengths
 _MIN_ROWS = 8
 _MIN_TOKENS = 128
 _MIN_SHARE = 0.4
-"""Measured on one core: below any of these, the copies cost more than the reads saved."""
+"""Measured on one core: below any of these values, the copies cost more than the saved
+reads."""
 
 
 def shared_tokens(tables: NDArray[np.int64], contexts: Ints, block_tokens: int) -> int:
-    """Leading tokens that are in the same slots in all rows, if that is worth using; or 0.
-
-    A row's own token of this step is never among them.
-    """
+    """Leading tokens that are in the same slots in all rows, or 0 if sharing is not worth it. A
+    row's own token of this step is never included."""
     if len(tables) < _MIN_ROWS:
         return 0
     differs = (tables != tables[0]).any(axis=0)
@@ -45,9 +44,9 @@ def attend_shared(
 ) -> Tensor:
     """`[buffers * kv_heads, queries, head_dim]`, from scaled queries of that shape.
 
-    `prefix` is K and V of the shared tokens, `[kv_heads, shared, head_dim]`, of which there
-    may be none; `own` of the others, `[buffers * kv_heads, others, head_dim]`, as far as `spans`
-    says that each buffer has them.
+    `prefix` is K and V of the shared tokens, `[kv_heads, shared, head_dim]`, possibly empty.
+    `own` is K and V of the other tokens, `[buffers * kv_heads, others, head_dim]`; `spans`
+    tells how many of them each buffer has.
     """
     kv_heads, shared, head_dim = prefix[0].shape
     queries = grouped.shape[1]

@@ -1,1 +1,1 @@
-"""The device is an NVIDIA GPU: a runner over captured graphs, and copies beside it."""
+"""NVIDIA GPUs: a runner with captured graphs, and copies that run beside it."""

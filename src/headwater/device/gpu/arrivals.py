@@ -1,9 +1,9 @@
-"""Loads on their way, layer by layer: where the copier tells the runner what has arrived.
+"""Loads in flight, layer by layer: the copier tells the runner which layers have arrived.
 
-A load is copied in a few groups of layers, an event after each. The runner makes the
-device wait for a group's event before it attends in the first layer of the group. An event
-counts only once it is recorded, so the runner's thread waits for that, in C; recording runs
-far ahead of copying.
+A load is copied in a few groups of layers, an event after each. The runner makes the device
+wait for a group's event before it attends in the first layer of the group. An event has an
+effect only after it is recorded, so the runner's thread waits for that, in C. Recording is far
+ahead of copying.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class Arrival:
         self._ended = False
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """The next group is queued on `stream`, up to here. Called by the copier."""
+        """The next group is queued on `stream`. Called by the copier."""
         event = torch.cuda.Event()
         event.record(stream)
         with self._changed:
@@ -51,20 +51,20 @@ class Arrival:
 
 
 class Arrivals:
-    """The loads that a step may read before they have landed, by job."""
+    """The loads that a step may read before they have ended, by job."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._by_job: dict[JobId, Arrival] = {}
 
     def expect(self, job: JobId, num_groups: int) -> Arrival:
-        """A load begins; called by the loop's thread."""
+        """A load begins. Called by the loop's thread."""
         arrival = Arrival(self._num_layers, num_groups)
         self._by_job[job] = arrival
         return arrival
 
     def forget(self, job: JobId) -> None:
-        """A load has ended: no stream has to wait for it any more."""
+        """A load has ended: streams do not wait for it any more."""
         self._by_job.pop(job, None)
 
     def of(self, jobs: Iterable[JobId]) -> list[Arrival]:

@@ -1,4 +1,4 @@
-"""A step's attention on the GPU: decodes and chunks, each with the kernel that is best at it."""
+"""Attention of a step on the GPU: decodes and chunks, each with the best kernel for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,18 +17,19 @@ from headwater.device.kernels.prefill import attend_chunks
 from headwater.device.kernels.tiles import ChunkWork
 
 _WHOLE_UNIT = 1024
-"""Prompts attended whole are padded to a multiple of this: cuDNN takes some 60 ms to plan a
-length it has not seen."""
+"""Prompts attended as a whole are padded to a multiple of this, because cuDNN takes about 60 ms
+to plan a new length."""
 
 MIN_TORCH_TOKENS = 4096
-"""Shorter prompts are attended over the pool; cuDNN's lead is worth no plan there."""
+"""Shorter prompts are attended over the pool, because cuDNN's gain is not worth a plan
+there."""
 
 
 class WholePrompt(NamedTuple):
-    """A row that is computed from its first token on, so that it reads nothing cached."""
+    """A row that is computed from its first token on, so it reads no cached KV."""
 
     start: int
-    """Of its tokens in the packed batch."""
+    """Position of its tokens in the packed batch."""
 
     num_tokens: int
 
@@ -40,25 +41,26 @@ class PagedAttention:
     pool: Tensor
     heads: int
     value_dim: int
-    """Numbers of a head of what is attended."""
+    """Head size of what is attended."""
 
     num_decodes: int = 0
-    """Leading rows, of one token each, that `decodes` is about."""
+    """Number of leading rows with one token each; `decodes` is for these."""
 
     decodes: DecodeWork | None = None
     chunks: ChunkWork | None = None
     whole: WholePrompt | None = None
-    """The last row, if it is long, has nothing cached and torch's kernel is the faster one;
-    `chunks` is about the others."""
+    """The last row, if it is long, has no cached prefix, and torch's kernel is faster; `chunks`
+    is for the other rows."""
 
     sampled: DecodeWork | None = None
-    """The rows of which a token is chosen, one token each: all that attends in a last layer."""
+    """The rows that are sampled, one token each. Only these attend in a last layer."""
 
     gate: Callable[[int], None] | None = None
-    """Told a layer before it attends: has the device wait for what that layer reads."""
+    """Called with each layer before it attends: makes the device wait for the KV that the layer
+    reads."""
 
     def attend(self, layer: int, packed: Tensor, variant: Variant) -> Tensor:
-        """`[tokens, heads * dim]`, from packed Q, K and V; K and V are in the pool already."""
+        """`[tokens, heads * dim]`, from packed Q, K and V; K and V are already in the pool."""
         if self.gate is not None:
             self.gate(layer)
         shape = len(packed), self.heads, self.value_dim
@@ -83,7 +85,7 @@ class PagedAttention:
         return out.view(len(packed), -1)
 
     def _attend_whole(self, whole: WholePrompt, packed: Tensor, variant: Variant) -> Tensor:
-        """Causal attention, so that no real token sees the padding at the end."""
+        """Causal attention, so that real tokens do not see the padding at the end."""
         kv_heads, dim = self.pool.shape[4:]
         mine = pad(packed[whole.start :], (0, 0, 0, -whole.num_tokens % _WHOLE_UNIT))
         split = mine.view(len(mine), -1, dim).transpose(0, 1)[None]
@@ -106,7 +108,7 @@ class PagedStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """As `AttentionStep` says."""
+        """As in `AttentionStep`."""
         pool = self.attention.pool
         if pool.element_size() == 1:
             self._store_fp8(layer, key, value)
@@ -125,7 +127,7 @@ class PagedStep:
             flat.index_copy_(0, rows + plane * block_tokens, source.reshape(len(rows), -1))
 
     def _store_fp8(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """As `Fp8KVPool` has it: scales follow the numbers of a layer."""
+        """In the format of `Fp8KVPool`: scales follow the elements of a layer."""
         pool = self.attention.pool
         block_tokens, kv_heads, dim = pool.shape[3:]
         codes = pool.view(torch.uint8)

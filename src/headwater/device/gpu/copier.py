@@ -1,4 +1,4 @@
-"""Copies blocks between the KV pool on a GPU and the host slab, beside the model's own work.
+"""Copies blocks between the KV pool on a GPU and the host slab while the model computes.
 
 The copy engines do it: batched memory copies of whole blocks, on one stream per direction. They
 use no multiprocessor of the model. Two threads per direction queue a job and wait for its event
@@ -36,21 +36,21 @@ log = logging.getLogger(__name__)
 
 _GROUPS = 4
 _MIN_PIECE_BYTES = 512 << 10
-"""Groups of layers in a load, as long as the pieces are not smaller than this: smaller
-ones are slower to copy than the wait for a whole block is long."""
+"""Smallest piece for which a load is divided into groups of layers. With smaller pieces, the
+copy loses more time than a whole block takes."""
 
 _THREADS = 2
-"""Of each direction: one waits for its copy while the other queues the next."""
+"""Threads per direction: one waits for its copy while the other queues the next."""
 
 
 class _Entry(NamedTuple):
     transfer: TransferJob
     report: Report
     after: torch.cuda.Event | None = None
-    """Work of the model that the copy must not overtake."""
+    """Work of the model that must end before the copy."""
 
     arrival: Arrival | None = None
-    """Of a load: who waits for its layers."""
+    """For a load: receives the layers that have arrived."""
 
 
 class CudaCopier:
@@ -59,7 +59,7 @@ class CudaCopier:
     def __init__(
         self, pool: KVPool, slab: HostSlab, clock: Clock, arrivals: Arrivals | None = None
     ) -> None:
-        """`arrivals` is the runner's, which may then compute over loads on their way."""
+        """`arrivals` belongs to the runner, which may then compute during loads."""
         self._pool = pool
         self._arrivals = arrivals
         self._num_groups = 1
@@ -87,19 +87,19 @@ class CudaCopier:
 
     @property
     def pinned_share(self) -> float:
-        """How much of the slab is pinned by now."""
+        """Share of the slab that is pinned now."""
         return self._pinned.share
 
     def await_pinned(self, within_s: float) -> bool:
-        """Wait until the whole slab is pinned, for at most `within_s`; whether it is."""
+        """Wait until the whole slab is pinned, at most `within_s`; return whether it is."""
         return self._pinned.await_all(within_s)
 
     def start(self, transfer: TransferJob, report: Report) -> None:
-        """Queue a copy behind those of the same direction.
+        """Queue a copy after those of the same direction.
 
-        A offload that the loop's thread starts follows all of the model's work queued so far.
-        The targets of a load were given up by steps that are collected, so it overtakes
-        what is queued now.
+        An offload that the loop's thread starts follows all work of the model queued so far.
+        The targets of a load were released by steps that are collected, so a load may overtake
+        the queued work.
         """
         if isinstance(transfer, LoadJob):
             arrival = None
@@ -112,7 +112,8 @@ class CudaCopier:
         self._queues[1].put(_Entry(transfer, report, after=after))
 
     def close(self) -> None:
-        """End the threads after what they are doing, and unpin the slab. Calling it twice is safe."""
+        """End the threads after their current copies, and unpin the slab. Calling it twice is
+        safe."""
         for queue in self._queues:
             for _ in range(_THREADS):
                 queue.put(None)
@@ -140,7 +141,7 @@ class CudaCopier:
             entry.report(ended)
 
     def _copy(self, entry: _Entry, stream: torch.cuda.Stream) -> float:
-        """Copy, wait until it is done, and say how long the device took."""
+        """Copy, wait for the end, and return the time that the device took."""
         transfer = entry.transfer
         up = isinstance(transfer, LoadJob)
         host = transfer.source_slots if up else transfer.target_slots
@@ -182,7 +183,8 @@ class CudaCopier:
         *,
         up: bool,
     ) -> float:
-        """The same for this rank's KV heads of each block, which lie apart in a whole block."""
+        """The same for this rank's KV heads of each block, which are not contiguous in a whole
+        block."""
         if not up and not part.is_written:
             return 0.0
         own, whole = self._pool.layout, part.whole
@@ -204,7 +206,8 @@ class CudaCopier:
 
 
 def runs(host: Slots, device: Slots, pieces: Slots) -> tuple[Slots, Slots]:
-    """Slots side by side on both ends and pinned together: where each run begins, its length."""
+    """Runs of slots that are adjacent on both sides and pinned together: the start and length
+    of each."""
     apart = (np.diff(host) != 1) | (np.diff(device) != 1) | (np.diff(pieces) != 0)
     starts = np.flatnonzero(np.append(True, apart))
     return starts, np.diff(np.append(starts, len(host)))

@@ -41,19 +41,19 @@ class RowsToCompute(NamedTuple):
 
     rows: Tensor
     attend: Attend
-    """Of these rows only, each a token over its context in the pool."""
+    """Attention of these rows only, each one token over its context in the pool."""
 
 
 class TokenSlots(NamedTuple):
-    """Where a step's tokens are in their sequences and in the pool; int32 on the device."""
+    """Positions of a step's tokens in their sequences and in the pool; int32 on the device."""
 
     positions: Tensor
     slots: Tensor
-    """-1 is stored nowhere."""
+    """-1 means that the token is not stored."""
 
 
 class OutputScaling(NamedTuple):
-    """What some families do to embeddings and logits."""
+    """Scaling of embeddings and logits in some families."""
 
     embedding: float = 1.0
     logits: float = 1.0
@@ -61,7 +61,7 @@ class OutputScaling(NamedTuple):
 
 
 class FusedDecoder:
-    """The same function as the model it is made from, provided `fused_check` says so."""
+    """The same function as the model it is made from; `fused_check` checks that."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class FusedDecoder:
         self.vocab_size = total
 
     def connect(self, group: RankGroup) -> None:
-        """Compute one part of what the ranks of `group` compute together."""
+        """Compute one rank's part, with the collectives of `group`."""
         self._group = group
         self._ranks = RankSum(group.sum, group.is_first)
 
     def warm(self, pool: Tensor) -> None:
-        """Compile what prompts need and no graph has."""
+        """Compile what prompts need and graphs do not."""
         size = self.embedding.shape[1]
         for layer in {type(layer.mlp): layer for layer in self.layers}.values():
             for num_rows in (MIN_EAGER_ROWS, 128):
@@ -105,14 +105,15 @@ class FusedDecoder:
             self._store(layer, stored, TokenSlots(first, first - 1), pool, 0)
 
     def uses_torch_attention(self, pool: Tensor) -> bool:
-        """Whether torch may attend long prompts: it is faster, and every layer is plain."""
+        """Whether torch may attend long prompts: it is faster and possible if no layer needs a
+        variant."""
         return is_slower_than_torch(pool) and all(
             layer.variant.window is None and layer.variant.has_plain_scores
             for layer in self.layers
         )
 
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
-        """The first hidden states; a token is carried from `chosen` where `carry` says so."""
+        """The first hidden states. A token is taken from `chosen` if `carry` says so."""
         if self._split is None:
             return rows.embed(tokens, carry, chosen, self.embedding, self.scaling.embedding)
         carried = chosen.index_select(0, carry.clamp(min=0))
@@ -132,10 +133,8 @@ class FusedDecoder:
         wanted: RowsToCompute | None = None,
         is_eager: bool = False,
     ) -> Tensor:
-        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `wanted`.
-
-        `is_eager` says that this is no part of a graph.
-        """
+        """All layers over `hidden`, `[tokens, size]`, which is overwritten; for all rows or
+        only `wanted`. `is_eager` means that this is not part of a graph."""
         for number, layer in enumerate(self.layers):
             if wanted is not None and number == len(self.layers) - 1:
                 return self._run_last(hidden, places, pool, wanted, is_eager=is_eager)
@@ -154,7 +153,8 @@ class FusedDecoder:
         *,
         is_eager: bool,
     ) -> Tensor:
-        """The last layer: K and V of all rows into the pool, everything else of `wanted`."""
+        """The last layer: K and V of all rows go to the pool; everything else is computed only
+        for `wanted`."""
         number, layer = len(self.layers) - 1, self.layers[-1]
         stored = self._project_qkv(layer, hidden, skipped=self._query_size(layer, pool))
         self._store(layer, stored, places, pool, number)
@@ -163,7 +163,7 @@ class FusedDecoder:
             return hidden
         packed = self._project_qkv(layer, hidden)
         positions = places.positions.index_select(0, wanted.rows)
-        nowhere = torch.full_like(positions, -1)  # their K and V are stored already
+        nowhere = torch.full_like(positions, -1)  # their K and V are already stored
         if layer.latent is None:
             rotate(packed, positions, nowhere, layer.table, pool, number, layer.head_norms)
         attended = self._attend(layer, packed, positions, number, wanted.attend)
@@ -171,14 +171,14 @@ class FusedDecoder:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Of each row, in `out` if it is given."""
+        """Logits of each row, in `out` if it is given."""
         if self._group is None:
             return self._own_logits(hidden, out)
         logits = self._group.join_columns(self._own_logits(hidden, None), self.vocab_size)
         return logits if out is None else out.copy_(logits)
 
     def _own_logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
-        """Of the tokens whose part of the output layer is here."""
+        """Logits of the vocabulary part of this rank."""
         logits = product(hidden, self.head, self.norm, out)
         if self.scaling.logits != 1.0:
             logits /= self.scaling.logits
@@ -187,7 +187,7 @@ class FusedDecoder:
         return logits
 
     def _query_size(self, layer: FusedWeights, pool: Tensor) -> int:
-        """Leading outputs of the first projection, which are of queries."""
+        """Leading outputs of the first projection that belong to queries."""
         if layer.latent is not None:
             return layer.latent.query_size
         return int(self.heads * pool.shape[-1])
@@ -195,7 +195,8 @@ class FusedDecoder:
     def _store(
         self, layer: FusedWeights, packed: Tensor, places: TokenSlots, pool: Tensor, number: int
     ) -> None:
-        """Put K and V, or latents, of `packed` in the pool; Q and K of `packed` are rotated."""
+        """Store K and V, or latents, of `packed` in the pool; Q and K of `packed` are rotated
+        in place."""
         if layer.latent is not None:
             layer.latent.store(packed, *places, layer.table, pool, number)
         else:
@@ -209,14 +210,14 @@ class FusedDecoder:
         number: int,
         attend: Attend,
     ) -> Tensor:
-        """Attention of each row, as the output projection reads it."""
+        """Attention of each row, in the layout of the output projection."""
         if layer.latent is None:
             return attend(number, packed, layer.variant)
         query = layer.latent.queries(packed, positions, layer.table)
         return layer.latent.by_head(attend(number, query, layer.variant))
 
     def _project_qkv(self, layer: FusedWeights, hidden: Tensor, *, skipped: int = 0) -> Tensor:
-        """Q, K and V of each row, less the first `skipped` numbers of them."""
+        """Q, K and V of each row, without the first `skipped` outputs."""
         weight = rows_from(layer.qkv, skipped)
         if len(hidden) <= MAX_GEMM_ROWS:
             packed = product(hidden, weight, layer.input_norm)

@@ -1,7 +1,7 @@
-"""Makes a fused decoder from a transformers model, if it provably computes the same.
+"""Makes a fused decoder from a transformers model, if both compute the same.
 
-Every layer is run by its own code and by ours, over an attention that shows in its output what it
-was given. So is the model without layers, which covers embeddings, the last norm and logits.
+Every layer is run by its own code and by ours, with an attention whose output shows its inputs.
+The model without layers is also compared, which covers embeddings, the last norm and logits.
 """
 
 from typing import Any, cast
@@ -24,15 +24,15 @@ from headwater.device.gpu.quantized import linear_weight
 
 _TOKENS = 16
 _MOST_ROUTED_APART = 0.3
-"""Share of tokens that may differ in a layer with experts. Rounding sends a few of them to
-another expert; a wrong form would change nearly all."""
+"""Share of tokens that may differ in a layer with experts. Rounding sends a few tokens to
+another expert; a wrong structure would change nearly all."""
 
 _MOST_QUANTIZED_APART = 0.1
-"""Relative error of a layer whose weights are quantised: its inputs are rounded to e4m3."""
+"""Relative error of a layer with quantised weights: its inputs are rounded to e4m3."""
 
 
 def fused_decoder(module: nn.Module, max_positions: int) -> FusedDecoder | None:
-    """A fused form of this model; None if it has parts we do not know, or would differ."""
+    """A fused form of this model; None if it has unknown parts or the results differ."""
     parts: Any = module
     model: Any = getattr(module, "model", None)
     layers, norm = getattr(model, "layers", None), norm_of(getattr(model, "norm", None))
@@ -59,7 +59,7 @@ def fused_decoder(module: nn.Module, max_positions: int) -> FusedDecoder | None:
 
 
 class _Tables:
-    """Rotary tables of a model's layers; one for each kind of layer where these differ."""
+    """Rotary tables of a model's layers; one for each kind of layer if these differ."""
 
     def __init__(self, model: Any, max_positions: int) -> None:  # noqa: ANN401 - transformers'
         self.rotary = model.rotary_emb
@@ -69,7 +69,7 @@ class _Tables:
         self._made: dict[str | None, RotaryTable] = {}
 
     def kind(self, number: int) -> dict[str, str]:
-        """What the rotary module is told about a layer, beside positions."""
+        """Arguments of the rotary module for a layer, in addition to positions."""
         return {"layer_type": self._types[number]} if self._differ and self._types else {}
 
     def of(self, number: int) -> RotaryTable:
@@ -80,7 +80,7 @@ class _Tables:
 
 
 class _LayerProbe:
-    """One layer run by its own code, with an attention that shows what it was given."""
+    """One layer run by its own code, with an attention whose output shows its inputs."""
 
     def __init__(self, layer: nn.Module, tables: _Tables, number: int) -> None:
         weight = next(layer.parameters())
@@ -97,19 +97,21 @@ class _LayerProbe:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """As `AttentionStep`: queries with keys and values mixed in."""
+        """As `AttentionStep`: queries mixed with keys and values."""
         self.variant = variant
         groups = query.shape[1] // key.shape[1]
         mixed = query + (key * 0.5 + value * 0.25).repeat_interleave(groups, dim=1)
         if self.rank is None:
             return mixed
-        # Of a latent only the leading numbers go on: the rotated ones are shown in them.
+        # Of a latent only the leading elements are passed on; the rotated ones are mixed into
+        # them.
         latent, rotated = mixed.tensor_split((self.rank,), dim=-1)
         latent[..., : rotated.shape[-1]] += rotated
         return latent
 
     def agrees(self, decoder: FusedDecoder) -> bool:
-        """Whether `decoder`, which has this layer alone, computes the same but for rounding."""
+        """Whether `decoder`, which has only this layer, computes the same except for
+        rounding."""
         layer = decoder.layers[0]
         if layer.latent is not None:
             return self._latent_agrees(decoder)
@@ -129,7 +131,7 @@ class _LayerProbe:
         return self._is_close(ours, layer)
 
     def _latent_agrees(self, decoder: FusedDecoder) -> bool:
-        """The same where KV is latent; what is stored is compared, too."""
+        """The same for latent KV; the stored vectors are compared too."""
         layer, hidden = decoder.layers[0], self.hidden
         assert self.rank is not None, "its module has latents"
         size = self.rank + 2 * layer.table[0].shape[1]
@@ -151,7 +153,7 @@ class _LayerProbe:
 
 
 def _scaling(module: nn.Module) -> OutputScaling:
-    """What the family does to embeddings and logits."""
+    """Scaling of embeddings and logits in this family."""
     parts: Any = module
     config, embedding = parts.config, parts.model.embed_tokens
     embedding = getattr(embedding, "inner", embedding)  # split over ranks
@@ -167,7 +169,7 @@ def _scaling(module: nn.Module) -> OutputScaling:
 
 
 def _ends_agree(module: nn.Module, decoder: FusedDecoder) -> bool:
-    """Whether logits of a model without layers are the same."""
+    """Whether the logits of a model without layers are equal."""
     parts: Any = module
     device = decoder.embedding.device
     tokens = torch.arange(_TOKENS, device=device)
@@ -189,8 +191,8 @@ def _ends_agree(module: nn.Module, decoder: FusedDecoder) -> bool:
 
 
 def _differs(ours: Tensor, theirs: Tensor, *, is_exact: bool = True) -> Tensor:
-    """Per row: whether they are further apart than rounding explains; also of the input, where
-    products of quantised weights are not exact."""
+    """Per row: whether the difference is larger than rounding explains. Rounding of the input
+    counts too if products of quantised weights are not exact."""
     allowed = 1e-4 if ours.element_size() == 4 else 3e-2
     if not is_exact:
         allowed = _MOST_QUANTIZED_APART

@@ -1,7 +1,7 @@
-"""Decode steps as captured graphs, one for each of a list of batch-size buckets.
+"""Decode steps as captured graphs, one for each batch-size bucket.
 
-A step of fewer rows runs in the next larger graph; rows that are not there attend nothing
-and are stored nowhere. Inputs have fixed places on the device, filled by one kernel a step.
+A step with fewer rows runs in the next larger graph; the unused rows attend to nothing and
+store nothing. Inputs have fixed addresses on the device, which one kernel fills in each step.
 """
 
 from collections.abc import Iterator
@@ -26,18 +26,19 @@ _ALIGN = 16
 """Sections begin at multiples of this many integers."""
 
 _LT_ROWS = range(17, 65)
-"""Rows whose products cuBLASLt computes faster than cuBLAS: 3 % of a step of 32 on an H200."""
+"""Numbers of rows for which cuBLASLt is faster than cuBLAS: 3 % of a step of 32 rows on an
+H200."""
 
 
 def batch_size_buckets(max_rows: int) -> list[int]:
-    """Batch sizes that get a graph: close together where a row more costs most."""
+    """Batch sizes that get a graph: close together where one more row costs most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 32, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 @contextmanager
 def _products(num_rows: int) -> Iterator[None]:
-    """Products of so many rows by the library that is best at them, while a graph is captured."""
+    """Use the faster library for products of this many rows while a graph is captured."""
     prefer = torch.backends.cuda.preferred_blas_library
     before = prefer()
     if num_rows in _LT_ROWS:
@@ -56,7 +57,7 @@ class _Section:
 
 
 class DecodeGraphs:
-    """Graphs over one decoder and pool; captured when a size is first wanted."""
+    """Graphs for one decoder and pool. A graph is captured when its size is first needed."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class DecodeGraphs:
         max_rows: int,
         max_table: int,
     ) -> None:
-        """`chosen` holds the tokens of the step before, and then of this one. `max_table` is
-        the most slots of one row."""
+        """`chosen` holds the tokens of the previous step, and then those of this one.
+        `max_table` is the most slots of one row."""
         self._decoder, self._pool, self._chosen = decoder, pool, chosen
         self.sizes = batch_size_buckets(max_rows)
         """Batch sizes that have a graph, ascending."""
@@ -97,16 +98,17 @@ class DecodeGraphs:
                 self._graphs[size] = self._capture(size)
 
     def warm_up_to(self, num_rows: int) -> None:
-        """The same for every size that steps of so many rows or fewer use."""
+        """The same for every size that steps of at most this many rows use."""
         largest = self.size_for(num_rows)
         self.warm([size for size in self.sizes if size <= largest])
 
     def size_for(self, num_rows: int) -> int:
-        """The size of the graph that computes so many rows."""
+        """The size of the graph for this many rows."""
         return next(size for size in self.sizes if size >= num_rows)
 
     def run(self, layout: Layout, carry: IntArray) -> Tensor:
-        """Compute a step; its logits, good until the next, a row each. `chosen` is greedy."""
+        """Compute a step. Returns its logits, one row each, valid until the next step. `chosen`
+        gets the greedy tokens."""
         num_rows = layout.batch.num_rows
         size = self.size_for(num_rows)
         self.warm([size])
@@ -146,7 +148,7 @@ class DecodeGraphs:
         copy_ints(pinned[:used], self._inputs)
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
-        # Kernels are compiled and loaded by a first run, which cannot be part of a capture.
+        # A first run compiles and loads kernels, which cannot be part of a capture.
         before = self._chosen.clone()
         self._inputs.zero_()
         for name in ("carry", "slots"):

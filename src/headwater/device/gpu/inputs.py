@@ -1,4 +1,4 @@
-"""A `ScheduledBatch` as arrays of integers, and what of it the device gets.
+"""A `ScheduledBatch` as integer arrays, and the part that is sent to the device.
 
 numpy does the arithmetic, over whole arrays; nothing here loops over tokens.
 """
@@ -20,11 +20,11 @@ from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray, ScheduledBatch
 
 _CONVERTED_BYTES = 512 << 20
-"""Most memory for one layer of 8-bit KV that is converted for the kernel for Hopper."""
+"""Most memory for one layer of 8-bit KV that is converted for the Hopper kernel."""
 
 
 class Layout:
-    """Where a batch's rows and tokens are: counts, slots, tables. Host only."""
+    """The rows and tokens of a batch: counts, slots, tables. Host only."""
 
     def __init__(self, batch: ScheduledBatch, block_tokens: int) -> None:
         self.batch = batch
@@ -72,10 +72,8 @@ def pack(
     heads: int,
     uses_torch_attention: bool,
 ) -> PackedStep:
-    """Send a step's inputs; `carry` is per row, the place in the chosen tokens or -1.
-
-    `uses_torch_attention` says that a long prompt may be attended apart from the pool.
-    """
+    """Send the inputs of a step. `carry` is per row: the index among the chosen tokens, or -1.
+    `uses_torch_attention` means that a long prompt may be attended without the pool."""
     batch, num_decodes = layout.batch, layout.num_decodes
     whole = _whole(layout) if uses_torch_attention else None
     pieces = split_contexts(layout.contexts[:num_decodes], max(num_decodes, 1), pool.kv_heads)
@@ -156,7 +154,7 @@ def pack(
 
 
 def _max_converted(pool: KVPool) -> int:
-    """Blocks of which one layer may be converted at once; no limit where none is."""
+    """Blocks of which one layer may be converted at once; no limit if none is converted."""
     if not pool.layout.scale_bytes:
         return pool.num_blocks * len(pool.blocks)
     layer_bytes = pool.layout.numbers_bytes * pool.dtype.itemsize
@@ -164,7 +162,7 @@ def _max_converted(pool: KVPool) -> int:
 
 
 def _whole(layout: Layout) -> WholePrompt | None:
-    """The last row, if it is a long prompt with nothing cached."""
+    """The last row, if it is a long prompt without a cached prefix."""
     count = int(layout.counts[-1])
     if count < MIN_TORCH_TOKENS or count != layout.contexts[-1]:
         return None
@@ -195,12 +193,12 @@ def _decodes(
 
 
 def arrived(num_rows: int, pool: KVPool) -> Tensor:
-    """Counters of pieces, at zero."""
+    """Counters of pieces, set to zero."""
     return torch.zeros((num_rows, pool.kv_heads), dtype=torch.int32, device=pool.device)
 
 
 def partials(num_entries: int, heads: int, pool: KVPool) -> tuple[Tensor, Tensor]:
-    """Room for so many partial results."""
+    """Memory for this many partial results."""
     shape = (num_entries, heads, pool.head_dim)
     partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
     return partial, torch.empty(shape[:2], dtype=torch.float32, device=pool.device)

@@ -1,8 +1,9 @@
-"""Where compiled kernels are kept, and how many were compiled or loaded after the engine was ready.
+"""The folder of compiled kernels, and a count of kernels compiled after the engine was ready.
 
-Triton compiles a kernel when it is first called with a new kind of arguments, and keeps the result in
-a folder. The folder here is named after everything that the result depends on: the device, its driver,
-torch, Triton and the source of the kernels. An image or a volume that has it starts without compiling.
+Triton compiles a kernel when it is first called with a new kind of arguments, and keeps the
+result in a folder. The name of the folder contains everything that the result depends on: the
+device, its driver, torch, Triton and the source of the kernels. A server whose image or volume
+has the folder starts without compiling.
 """
 
 import hashlib
@@ -23,12 +24,16 @@ log = logging.getLogger(__name__)
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SOURCES = Path(__file__).parent.parent
 _MAX_FOLDERS = 8
-"""Folders of other devices, drivers and versions that are kept; older ones are removed."""
+"""Number of folders of other devices, drivers and versions that are kept; older ones are
+removed."""
 
 
 def use_kernel_cache(device: torch.device) -> Path:
-    """Have Triton keep kernels in a folder of this device and these versions. What the operator set
-    with TRITON_CACHE_DIR wins. Call it before the first kernel is compiled."""
+    """Let Triton keep kernels in a folder for this device and these versions.
+
+    TRITON_CACHE_DIR takes precedence if the operator has set it. Call this before the first
+    kernel is compiled.
+    """
     named = os.environ.get("TRITON_CACHE_DIR")
     if named:
         return Path(named)
@@ -42,7 +47,8 @@ def use_kernel_cache(device: torch.device) -> Path:
 
 
 def kernel_key(device: torch.device) -> str:
-    """What compiled kernels depend on, in 16 letters after the name of the device."""
+    """The name of the device, and 16 letters that depend on everything compiled kernels depend
+    on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
     about = [name, str(capability), _driver(), torch.__version__, _version("triton")]
@@ -62,14 +68,14 @@ class CompilationCounter:
         self._before: Any = None
 
     def install(self) -> None:
-        """Have Triton report from now on."""
+        """Let Triton report to this object."""
         from triton import knobs
 
         self._before = knobs.runtime.jit_post_compile_hook
         knobs.runtime.jit_post_compile_hook = self._note
 
     def mark_ready(self) -> None:
-        """Everything that requests need should be compiled by now."""
+        """All kernels that requests need should be compiled now."""
         self._is_ready = True
 
     def _note(self, *args: Any, **details: Any) -> Any:  # noqa: ANN401 -- Triton's

@@ -21,14 +21,14 @@ RotaryTable = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentWeights:
-    """What comes between the first projection of a layer and its output projection."""
+    """The weights between the first projection of a layer and its output projection."""
 
     query_size: int
-    """Leading outputs of the first projection, which are the query or of its low rank."""
+    """Leading outputs of the first projection: the query, or its low-rank form."""
 
     query_norm: RmsNorm | None
     query: Tensor | None
-    """The second projection of a query of low rank."""
+    """The second projection of a low-rank query."""
 
     latent_norm: RmsNorm
     keys: Tensor
@@ -56,7 +56,7 @@ class LatentWeights:
         )  # fmt: skip
 
     def queries(self, packed: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
-        """`[tokens, heads * (rank + rotated)]`, absorbed; `packed` is used up."""
+        """`[tokens, heads * (rank + rotated)]`, absorbed; `packed` is overwritten."""
         plain = self._plain_queries(packed[:, : self.query_size])
         heads, key_dim, rank = self.keys.shape
         shape = len(plain), heads, rank + 2 * table[0].shape[1]
@@ -67,7 +67,7 @@ class LatentWeights:
         return query.view(len(plain), -1)
 
     def by_head(self, attended: Tensor) -> Tensor:
-        """`[tokens, heads * value_dim]` of attended latents, `[tokens, heads * rank]`."""
+        """`[tokens, heads * value_dim]`, from attended latents `[tokens, heads * rank]`."""
         heads, rank, value_dim = self.values.shape
         tokens = len(attended)
         out = attended.new_empty((tokens, heads, value_dim))
@@ -118,7 +118,7 @@ def latent_weights(
 
 
 def _pairs(config: Any) -> RotaryPairs:  # noqa: ANN401 - a configuration of transformers'
-    """What the family rotates together; `fused_check` compares the results."""
+    """Which elements the family rotates together; `fused_check` compares the results."""
     if config.model_type == "deepseek_v2":
         return RotaryPairs.NEIGHBOURS
     if getattr(config, "rope_interleave", False):

@@ -1,8 +1,8 @@
-"""Weights of a decoder layer as the fused decoder reads them, taken from a transformers module.
+"""Weights of a decoder layer for the fused decoder, taken from a transformers module.
 
-Q, K and V become one weight, gate and up another with their rows in turn. The module's own
+Q, K and V become one weight; gate and up become another with interleaved rows. The module's own
 parameters become views of these, so a model is in memory once. A layer is recognised by its
-parts, not by its name; `fused_check` then compares what it computes with the module.
+parts, not by its name; `fused_check` then compares the results.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.rotary import HeadNorms
 
 RotaryTable = tuple[Tensor, Tensor]
-"""Cosines and sines of every position, `[positions, half of what is rotated]`, float32."""
+"""Cosines and sines of every position, `[positions, half of the rotated elements]`, float32."""
 
 _ACTIVATIONS = {
     "GELUTanh": GateActivation.GELU_TANH,
@@ -50,23 +50,23 @@ class FusedWeights:
     """Norms of single heads of Q and K."""
 
     row_norms: HeadNorms | None
-    """Norms of all of Q and all of K, as OLMo 2 has them."""
+    """Norms over all of Q and all of K, as in OLMo 2."""
 
     output: Weight
     output_bias: Tensor | None
     attention_norm: RmsNorm | None
-    """Of what attention adds to the residual."""
+    """Norm of the attention output before it is added to the residual."""
 
     mlp_norm: RmsNorm | None
     mlp: DenseMLP | MoeBlock
     output_norm: RmsNorm | None
-    """Of what the MLP adds to the residual."""
+    """Norm of the MLP output before it is added to the residual."""
 
     residual_scale: float
     variant: Variant
     table: RotaryTable
     latent: LatentWeights | None = None
-    """Where KV is latent; `qkv` then projects to queries and the latent."""
+    """Set if KV is latent; then `qkv` projects to queries and the latent."""
 
     def with_variant(self, variant: Variant) -> "FusedWeights":
         return replace(self, variant=variant)
@@ -125,7 +125,7 @@ def fused_weights(layer: nn.Module, table: RotaryTable) -> FusedWeights | None:
 
 
 def rotary_table(rotary: nn.Module, max_positions: int, layer_type: str | None) -> RotaryTable:
-    """Cosines and sines of every position; of a kind of layer where these differ."""
+    """Cosines and sines of every position; for one kind of layer if these differ."""
     device = next(rotary.buffers()).device
     positions = torch.arange(max_positions, device=device)[None]
     own = {"layer_type": layer_type} if has_layer_types(rotary) else {}
@@ -134,7 +134,7 @@ def rotary_table(rotary: nn.Module, max_positions: int, layer_type: str | None) 
         return turns[0].real.float().contiguous(), turns[0].imag.float().contiguous()
     cosines, sines = turns[0][0], turns[1][0]
     half = cosines.shape[-1] // 2
-    # Most modules repeat the frequencies for the second half of what is rotated.
+    # Most modules repeat the frequencies for the second half of the rotated elements.
     if torch.equal(cosines[:, :half], cosines[:, half:]):
         cosines, sines = cosines[:, :half], sines[:, :half]
     return cosines.contiguous(), sines.contiguous()
@@ -167,7 +167,7 @@ def _layer_norms(layer: nn.Module) -> Norms | None:
 
 
 def norm_of(norm: nn.Module | None) -> RmsNorm | None:
-    """The weights of a norm. Some multiply by one more than their weight: a test tells."""
+    """The weights of a norm. Some norms multiply by their weight plus one; a test finds out."""
     weight = getattr(norm, "weight", None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if norm is None or not isinstance(weight, Tensor) or not isinstance(epsilon, float):
@@ -200,7 +200,7 @@ def _mlp(module: nn.Module | None) -> DenseMLP | MoeBlock | None:
         if parts.gate_up_proj.bias is not None:
             return None
         if isinstance(parts.gate_up_proj, QuantizedLinear):
-            return None  # gate and up are not in turn there
+            return None  # there, gate and up are not interleaved
         gate_up = _gate_up_in_turn(module)
         return DenseMLP(gate_up=gate_up, down=linear_weight(down), activation=kind)
     gate, up = getattr(parts, "gate_proj", None), getattr(parts, "up_proj", None)
@@ -227,8 +227,8 @@ def _qkv_parts(attention: nn.Module | None) -> list[AnyLinear] | None:
 
 
 def _joined(parts: list[AnyLinear]) -> Weight | None:
-    """One weight of all parts, which become views of it, or are already. None if some are
-    quantised and others not, or in another way."""
+    """One weight of all parts, which become views of it unless they already are. None if they
+    are quantised differently."""
     quantized = [part for part in parts if isinstance(part, QuantizedLinear)]
     if quantized:
         return joined(quantized) if len(quantized) == len(parts) else None
@@ -247,8 +247,8 @@ def _joined(parts: list[AnyLinear]) -> Weight | None:
 
 
 def _interleaved(gate: AnyLinear, up: AnyLinear) -> Weight | None:
-    """One weight of the rows of both in turn, which become views of it, or are already. None
-    where they are not quantised alike."""
+    """One weight with the interleaved rows of both, which become views of it unless they
+    already are. None if they are quantised differently."""
     if isinstance(gate, QuantizedLinear) or isinstance(up, QuantizedLinear):
         if isinstance(gate, QuantizedLinear) and isinstance(up, QuantizedLinear):
             return interleaved(gate, up)
@@ -263,7 +263,8 @@ def _interleaved(gate: AnyLinear, up: AnyLinear) -> Weight | None:
 
 
 class GateUpInTurn(nn.Module):
-    """Replaces a linear layer with outputs gate, then up: its weight has their rows in turn."""
+    """Replaces a linear layer with outputs gate, then up; its weight has their rows
+    interleaved."""
 
     bias = None
 
@@ -279,7 +280,7 @@ class GateUpInTurn(nn.Module):
 
 
 def _gate_up_in_turn(mlp: nn.Module) -> Tensor:
-    """The weight of a joint projection, with rows of gate and up in turn from now on."""
+    """The weight of a joint projection, with rows of gate and up interleaved from now on."""
     parts: Any = mlp
     if not isinstance(parts.gate_up_proj, GateUpInTurn):
         parts.gate_up_proj = GateUpInTurn(parts.gate_up_proj)

@@ -1,4 +1,4 @@
-"""The part of a decoder layer after attention, where it is a gated MLP."""
+"""The part of a decoder layer after attention, for a gated MLP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from headwater.device.kernels.gated import gate_up
 from headwater.device.kernels.gemv import fits, gemv
 
 MAX_GEMM_ROWS = 8192
-"""Rows computed at once between attentions: cuBLAS is 15 % slower with four times as many."""
+"""Rows computed at once between attentions; cuBLAS is 15 % slower with four times as many."""
 
 
 class RankSum(NamedTuple):
-    """Sums partial results of ranks, in place."""
+    """Sums partial results of ranks in place."""
 
     sum: Callable[[Tensor], Tensor]
     is_first: bool
@@ -37,7 +37,7 @@ class DenseMLP:
     """`down(activation(gate(x)) * up(x))`."""
 
     gate_up: Weight
-    """`[2 * inner, size]`: rows of gate and up in turn."""
+    """`[2 * inner, size]`: interleaved rows of gate and up."""
 
     down: Weight
     activation: GateActivation
@@ -53,10 +53,11 @@ def add_dense(
     is_eager: bool,
     ranks: RankSum | None = None,
 ) -> None:
-    """Add the MLP's result to `hidden`, in place.
+    """Add the result of the MLP to `hidden`, in place.
 
-    `norm` is that of its input, `output_norm` that of its result, which is multiplied by `scale`
-    otherwise. `is_eager` says that this is no part of a graph: each launch takes host time.
+    `norm` is that of its input, `output_norm` that of its result; without the latter the result
+    is multiplied by `scale`. `is_eager` means that this is not part of a graph, so each launch
+    takes host time.
     """
     for part in hidden.split(MAX_GEMM_ROWS):
         narrow = gated(mlp, part, norm, is_eager=is_eager)
@@ -64,7 +65,7 @@ def add_dense(
 
 
 def dense(mlp: DenseMLP, normed: Tensor, *, is_eager: bool) -> Tensor:
-    """The MLP's result for rows that are normed already."""
+    """The result of the MLP for rows that are already normalised."""
     return product(gated(mlp, normed, None, is_eager=is_eager), mlp.down)
 
 
@@ -104,10 +105,9 @@ def add_linear(
     scale: float,
     ranks: RankSum | None = None,
 ) -> None:
-    """Add `x @ weight.T` to `hidden` in place: normed if `norm` is given, else times `scale`.
-
-    With `ranks`, each has a part of the inputs, and the sum of all parts is added.
-    """
+    """Add `x @ weight.T` to `hidden` in place: normalised if `norm` is given, otherwise
+    multiplied by `scale`. With `ranks`, each has a part of the inputs, and the sum of all parts
+    is added."""
     if norm is not None:
         result = product(x, weight)
         if bias is not None:

@@ -1,6 +1,7 @@
-"""A model in transformers' own code on the GPU, over our attention: families without a fused form.
+"""A model in transformers' own code on the GPU, with our attention, for families without a
+fused form.
 
-Nothing is captured: code that is not ours may wait for the device (routed experts do).
+Nothing is captured, because this code may wait for the device (routed experts do).
 """
 
 from typing import Any, cast

@@ -1,7 +1,7 @@
-"""The part of a decoder layer after attention, where it is a mixture of experts.
+"""The part of a decoder layer after attention, for a mixture of experts.
 
-The router, the choice of experts and the experts' GEMMs are queued without asking the device for
-anything, so they can be captured. Weights are read where the transformers module has them.
+The router, the choice of experts and the experts' GEMMs are queued without reading from the
+device, so they can be captured. The weights of the transformers module are used in place.
 """
 
 from collections.abc import Callable
@@ -41,17 +41,17 @@ from headwater.device.kernels.routing import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MoeBlock:
-    """A router, its experts, and experts that every token goes to."""
+    """A router, its experts, and shared experts for every token."""
 
     router: Tensor
-    """`[experts, size]`; in float32 where the model computes its scores in float32."""
+    """`[experts, size]`; in float32 if the model computes its scores in float32."""
 
     router_bias: Tensor | None
     rule: RoutingRule
     experts: ExpertWeights
     shared: DenseMLP | None
     shared_gate: Tensor | None
-    """`[1, size]`: its sigmoid is the shared experts' weight."""
+    """`[1, size]`: its sigmoid is the weight of the shared experts."""
 
 
 def add_moe(
@@ -62,10 +62,8 @@ def add_moe(
     is_eager: bool,
     ranks: RankSum | None = None,
 ) -> None:
-    """Add the experts' results for rows of `hidden`, normed, to `hidden` in place.
-
-    With `ranks`, each has a part of every expert, and the sum of all parts is added.
-    """
+    """Add the experts' results for normalised rows of `hidden` to `hidden` in place. With
+    `ranks`, each has a part of every expert, and the sum of all parts is added."""
     for part in hidden.split(MAX_GEMM_ROWS):
         if ranks is None:
             _add(block, part, part, norm, is_eager=is_eager)
@@ -80,7 +78,7 @@ def add_moe(
 def _add(
     block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm, *, is_eager: bool
 ) -> None:
-    """Add the results for rows of `source` to `hidden`, which may be the same."""
+    """Add the results for rows of `source` to `hidden`, which may be the same tensor."""
     num_rows = len(hidden)
     if _is_one_row(block, hidden):
         _add_one(block, source, hidden, norm)
@@ -103,7 +101,7 @@ def _add(
 
 
 def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
-    """Whether all products of the block are of one row with weights that `gemv` takes."""
+    """Whether all products of the block have one row and weights that `gemv` supports."""
     if len(hidden) != 1 or block.router_bias is not None or block.shared_gate is not None:
         return False
     dense_weights = [] if block.shared is None else [block.shared.gate_up, block.shared.down]
@@ -131,7 +129,7 @@ def _pairs(experts: ExpertWeights) -> Callable[..., None]:
 
 
 def moe_block(module: nn.Module, shared: DenseMLP | None) -> MoeBlock | None:
-    """The weights of a module with `experts`; None if its parts are not known."""
+    """The weights of a module with `experts`; None if its parts are unknown."""
     parts: Any = module
     router = getattr(parts, "gate", getattr(parts, "router", None))
     experts = _experts(parts.experts)
@@ -194,7 +192,7 @@ def _experts(module: Any) -> ExpertWeights | None:  # noqa: ANN401 - a module of
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.dim() != 3:
         return None
     bias = getattr(module, "gate_up_proj_bias", None)
-    if bias is not None:  # GPT-OSS: inputs first, gate and up in turn, a clamped activation
+    if bias is not None:  # GPT-OSS: inputs first, gate and up interleaved, a clamped activation
         return ExpertWeights(
             gate_up=_outputs_first(gate_up),
             down=_outputs_first(down),
@@ -226,7 +224,7 @@ def _packed_experts(module: PackedExperts) -> ExpertWeights:
 
 
 def _outputs_first(weight: Tensor) -> Tensor:
-    """`[experts, outputs, inputs]` in memory, of which the parameter becomes a view."""
+    """`[experts, outputs, inputs]` in memory; the parameter becomes a view of it."""
     turned = weight.data.transpose(1, 2)
     if not turned.is_contiguous():
         turned = turned.contiguous()

@@ -1,7 +1,8 @@
-"""GPT-OSS's experts on the GPU as they are published: MXFP4, never turned back as a whole.
+"""GPT-OSS's experts on the GPU in their published format, MXFP4; they are never dequantised as
+a whole.
 
-Published, a group of 32 inputs is 16 bytes: byte i has inputs 2 i (low bits) and 2 i + 1. Kernels
-want the first 16 inputs in the low bits and the others in the high bits.
+In the published format, a group of 32 inputs is 16 bytes: byte i has inputs 2 i (low bits) and
+2 i + 1. The kernels need the first 16 inputs in the low bits and the others in the high bits.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class PackedWeight:
     """`[experts, outputs, inputs / 32]` exponents."""
 
     def plain(self, expert: Tensor | int, dtype: torch.dtype) -> Tensor:
-        """The weight of one expert, `[inputs, outputs]`, as transformers' code wants it."""
+        """The weight of one expert, `[inputs, outputs]`, as transformers' code needs it."""
         codes = self.codes[expert]
         whole = dequantize(
             codes, self.scales[expert], None, code=Code.MXFP4, group=_GROUP,
@@ -37,7 +38,7 @@ class PackedWeight:
 
 
 def packed_weight(blocks: Tensor, scales: Tensor) -> PackedWeight:
-    """From the published order: blocks `[experts, outputs, groups, 16]`."""
+    """Converts from the published order: blocks `[experts, outputs, groups, 16]`."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
     return PackedWeight(codes=packed_halves(codes, _GROUP), scales=scales.contiguous())
 
@@ -57,12 +58,13 @@ class PackedExperts(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the weights, which are no parameters."""
+        """Memory of the weights, which are not parameters."""
         parts = (self.gate_up, self.down)
         return sum(part.codes.nbytes + part.scales.nbytes for part in parts)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Of rows `[tokens, size]` with the experts `chosen` and their `weights`, for each row."""
+        """The result for rows `[tokens, size]` with the experts `chosen` and their `weights`,
+        for each row."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         if weights.shape[1] != chosen.shape[1]:
             weights = weights.gather(1, chosen)

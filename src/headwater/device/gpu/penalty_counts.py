@@ -1,8 +1,9 @@
 """Which tokens each penalised sequence contains, counted on the device.
 
-The sampling kernel adds each token it chooses, so a step needs nothing from the step before but
-what is in device memory. The host fills the counts of a sequence when it is first penalised, and
-again whenever a step was skipped: a preempted sequence may return with other tokens.
+The sampling kernel adds each token that it samples, so everything that a step needs from the
+previous step is in device memory. The host fills the counts of a sequence when it is first
+penalised, and again whenever a step was skipped: a preempted sequence may return with other
+tokens.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from headwater.types import RequestId, Tokens
 
 @dataclass(slots=True)
 class _Counted:
-    """A sequence whose tokens are counted in row `state`, up to and with step `step`."""
+    """A sequence whose tokens are counted in row `state`, including those of step `step`."""
 
     state: int
     step: int = -1
@@ -26,7 +27,8 @@ class _Counted:
 
 
 class PenaltyCounts:
-    """Rows of counts, one for each penalised sequence; the longest unused is given away first."""
+    """Rows of counts, one for each penalised sequence; the row unused for longest is reused
+    first."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.data = make_counts(max_rows, vocab, device)
@@ -36,7 +38,7 @@ class PenaltyCounts:
     def follows(
         self, request_id: RequestId, *, step: int, num_tokens: int, num_prompt: int
     ) -> bool:
-        """Whether the counts are those of this sequence just before this step chooses."""
+        """Whether the counts are those of this sequence just before this step samples."""
         known = self._by_request.get(request_id)
         return (
             known is not None
@@ -46,14 +48,15 @@ class PenaltyCounts:
         )
 
     def advance(self, request_id: RequestId, *, step: int) -> int:
-        """The row of a sequence that `follows`; this step adds one token to it."""
+        """The row of a sequence for which `follows` is true; this step adds one token to it."""
         known = self._by_request[request_id]
         known.step = step
         known.num_tokens += 1
         return known.state
 
     def fill(self, request_id: RequestId, tokens: Tokens, num_prompt: int, *, step: int) -> int:
-        """Count all tokens of a sequence anew; its row, to which this step adds one token."""
+        """Count all tokens of a sequence again and return its row; this step adds one token to
+        it."""
         known = self._by_request.pop(request_id, None) or _Counted(self._take(step))
         known.step, known.num_tokens, known.num_prompt = step, len(tokens) + 1, num_prompt
         self._by_request[request_id] = known
@@ -76,7 +79,7 @@ def _counted(
 ) -> tuple[
     np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int16]]
 ]:
-    """Distinct ids, and the count of each as the kernels read it."""
+    """Distinct ids, and the count of each in the format of the kernels."""
     ids, where = np.unique(tokens, return_inverse=True)
     amounts = np.bincount(where[num_prompt:], minlength=len(ids)).clip(max=MAX_COUNT)
     amounts[where[:num_prompt]] |= PROMPT_BIT

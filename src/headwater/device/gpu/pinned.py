@@ -1,9 +1,9 @@
-"""Pins the host slab by threads, piece by piece, while the model is being prepared.
+"""Pins the host slab piece by piece in threads, while the model is being prepared.
 
-Pinning holds a driver lock that launching a kernel needs too, so requests beside it would be slow.
-The engine therefore waits before it is ready, for at most a bounded time: `await_all`. What is not
-pinned by then is pinned in the background with pauses, one piece at a time. A copy waits in its own
-thread for the pieces it touches, and these are pinned next.
+Pinning holds a driver lock that kernel launches also need, so requests at the same time would
+be slow. The engine therefore waits before it is ready, for a bounded time (`await_all`). The
+remaining pieces are pinned in the background with pauses, one at a time. A copy waits in its
+own thread for the pieces it touches, and these are pinned next.
 
 All threads pre-fault pages without the lock; one thread at a time calls the driver.
 """
@@ -26,49 +26,51 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 64 << 20
 _NUM_THREADS = 8
 _REST_FACTOR = 4.0
-"""In the background the driver is left alone for this many times as long as a piece took."""
+"""In the background, the driver is left alone for this many times the duration of a piece."""
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14 and later; where it is refused, pinning makes the pages."""
+"""MADV_POPULATE_WRITE of Linux 5.14 and later. If it is refused, pinning allocates the
+pages."""
 
 
 class PinnedSlab:
-    """The slab's memory, known to the device sooner or later."""
+    """The memory of the slab, which becomes pinned over time."""
 
     def __init__(self, slab: HostSlab, runtime: Runtime, clock: Clock | None = None) -> None:
-        self._slab = slab  # pinned memory must not go before it is unpinned
+        self._slab = slab  # pinned memory must not be freed before it is unpinned
         self.base = int(np.frombuffer(slab.memory, dtype=np.uint8).ctypes.data)
         self.slot_bytes = slab.slot_bytes
         self._runtime = runtime
         self._clock = clock or SystemClock()
         self._size = slab.num_slots * slab.slot_bytes
-        # Whole slots: no block is in two pieces.
+        # Pieces of whole slots, so that no block is in two pieces.
         self._piece_slots = max(_PIECE_BYTES // slab.slot_bytes, 1)
         self._num_pieces = -(-slab.num_slots // self._piece_slots)
         self._changed = Condition()
         self._waiting = list(range(self._num_pieces - 1, -1, -1))
-        """Not begun; the next is the last."""
+        """Pieces that have not begun; the last one is next."""
         self._pinned: set[int] = set()
         self._failed: str | None = None
         self._num_busy = 0
         self._driver = Lock()
         self._is_gentle = False
-        """Whether requests are served meanwhile."""
+        """Whether requests are being served."""
         self._closing = Event()
         for number in range(min(_NUM_THREADS, self._num_pieces)):
             Thread(target=self._work, name=f"pin-{number}", daemon=True).start()
 
     @property
     def share(self) -> float:
-        """How much is pinned, from 0 to 1."""
+        """The pinned share, from 0 to 1."""
         return len(self._pinned) / max(self._num_pieces, 1)
 
     def pieces_of(self, slots: Slots) -> Slots:
-        """The piece each slot is in: one copy may touch one piece only."""
+        """The piece of each slot; one copy may touch only one piece."""
         return slots // self._piece_slots
 
     def await_slots(self, slots: Slots) -> None:
-        """Wait until these slots are pinned; they are next. DeviceError if they never will be."""
+        """Wait until these slots are pinned; their pieces come next. Raises DeviceError if they
+        never will be."""
         wanted = set(np.unique(self.pieces_of(slots)).tolist())
         with self._changed:
             if not wanted <= self._pinned:
@@ -79,8 +81,8 @@ class PinnedSlab:
                 raise DeviceError(self._failed)
 
     def await_all(self, within_s: float) -> bool:
-        """Wait until all is pinned, for at most `within_s`; whether it is. From then on threads
-        pause between pieces."""
+        """Wait until everything is pinned, at most `within_s`; return whether it is. From then
+        on threads pause between pieces."""
         with self._changed:
             is_done = self._changed.wait_for(self._has_ended, within_s)
         self._is_gentle = True
@@ -141,6 +143,6 @@ class PinnedSlab:
 
 
 def _make_pages(address: int, num_bytes: int) -> None:
-    """Have the system give the pages of this memory; what is written there stays."""
+    """Let the system allocate the pages of this memory; its content stays."""
     libc = ctypes.CDLL(None)
     libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE_WRITE)

@@ -1,8 +1,9 @@
-"""Quantised weights on the GPU: kept as they are stored, and multiplied without a plain copy.
+"""Quantised weights on the GPU: kept in their stored format, and multiplied without a
+dequantised copy.
 
-Fp8Weight has a scale for each output; its products quantise the rows of the input too, each with
-its own scale, and run on the FP8 tensor cores. One row is multiplied as it is. GroupedWeight has a
-scale for each group of inputs and is converted on the way into a product.
+Fp8Weight has a scale for each output. Its products also quantise each input row with its own
+scale, and use the FP8 tensor cores; a single row is not quantised. GroupedWeight has a scale
+for each group of inputs and is converted inside the product.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +23,15 @@ from headwater.device.quantization.matrices import Fp8Matrix, Int4Matrix, Quanti
 Norm = tuple[Tensor, float]
 
 _FP8_CHUNK = 256
-"""Inputs that `gemv` takes together where a row has one scale; sizes are multiples of it."""
+"""Inputs that `gemv` handles together if a row has one scale; sizes are multiples of it."""
 
 _MAX_CHUNK = 128
-"""Most inputs whose two halves share bytes, of 4-bit codes."""
+"""Most inputs whose two halves share bytes, for 4-bit codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A weight `[outputs, inputs]` that is stored in fewer bits."""
+    """A weight `[outputs, inputs]` with fewer bits."""
 
     codes: Tensor
     """`[outputs, inputs]` of e4m3, or `[outputs, inputs / 2]` of bytes."""
@@ -41,7 +42,7 @@ class QuantizedWeight:
     zeros: Tensor | None = None
     code: Code
     group: int
-    """Inputs that share a scale; of a chunk where a row has one."""
+    """Inputs that share a scale, or the chunk size if a row has one scale."""
 
     arrived: Tensor
     """Counters of `fp8_gemm`; products of one weight run one after another."""
@@ -85,7 +86,8 @@ class QuantizedWeight:
         )  # fmt: skip
 
     def gated(self, x: Tensor, norm: Norm | None, activation: GateActivation) -> Tensor | None:
-        """`activation(gate) * up` of a weight with both in turn; None if `plain` is faster."""
+        """`activation(gate) * up` of a weight with interleaved rows; None if `plain` is
+        faster."""
         if len(x) == 1:
             return self.one_row(x, norm=norm, gated=True, activation=activation)
         if self.code is Code.FP8_ROW and fits(self.codes, len(x)):
@@ -112,7 +114,7 @@ class QuantizedWeight:
             hidden.add_(self.product(x), alpha=factor)
 
     def is_multiplied(self, num_rows: int) -> bool:
-        """Whether so many rows are multiplied without a plain copy of the weight."""
+        """Whether products of this many rows use no dequantised copy of the weight."""
         return self.code is Code.FP8_ROW or num_rows <= kernels.MAX_SMALL_ROWS
 
     def product(self, x: Tensor, norm: Norm | None = None) -> Tensor:
@@ -141,10 +143,10 @@ class QuantizedWeight:
         return torch.mm(normed, self.plain(x.dtype).T)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The weight it stands for, in fresh memory."""
+        """The dequantised weight, in new memory."""
         if self.code is Code.FP8_ROW:
             return (self.codes.float() * self.scales[:, None]).to(dtype)
-        # Rows of gate and up are views of one weight that has them in turn.
+        # Gate and up are views of one weight with interleaved rows.
         return kernels.dequantize(
             self.codes.contiguous(),
             self.scales.contiguous(),
@@ -176,7 +178,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the weight, which is no parameter."""
+        """Memory of the weight, which is not a parameter."""
         weight = self.quantized
         zeros = 0 if weight.zeros is None else weight.zeros.nbytes
         return weight.codes.nbytes + weight.scales.nbytes + zeros
@@ -195,7 +197,7 @@ def linear_weight(layer: nn.Module) -> Weight:
 
 
 def can_stay(matrix: QuantizedMatrix) -> bool:
-    """Whether the kernels take a matrix as it is stored."""
+    """Whether the kernels support a matrix in its stored format."""
     outputs, inputs = matrix.shape
     if isinstance(matrix, Fp8Matrix):
         by_row = matrix.block[1] >= inputs
@@ -209,7 +211,7 @@ def can_stay(matrix: QuantizedMatrix) -> bool:
 
 
 def quantized_weight(matrix: QuantizedMatrix, dtype: torch.dtype) -> QuantizedWeight:
-    """The form that kernels read, of a matrix for which `can_stay`."""
+    """The kernels' form of a matrix for which `can_stay` is true."""
     if isinstance(matrix, Int4Matrix):
         return _int4_weight(matrix, dtype)
     outputs, inputs = matrix.shape
@@ -249,14 +251,14 @@ def _int4_weight(matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def packed_halves(codes: Tensor, chunk: int) -> Tensor:
-    """4-bit codes `[…, inputs]` as bytes: the first half of a chunk in the low bits."""
+    """4-bit codes `[…, inputs]` as bytes: the first half of a chunk is in the low bits."""
     low, high = codes.view(*codes.shape[:-1], -1, 2, chunk // 2).unbind(-2)
     return (low | (high << 4)).flatten(-2)
 
 
 def joined(layers: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
-    """One weight of the outputs of all, one after another, of which theirs become views. None
-    where they are not quantised alike."""
+    """One weight with the outputs of all parts, one after another; the parts become views of
+    it. None if they are quantised differently."""
     if not _are_alike(layers):
         return None
     whole = _combined([layer.quantized for layer in layers], torch.cat)
@@ -269,7 +271,7 @@ def joined(layers: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
 
 
 def interleaved(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedWeight | None:
-    """The same with the outputs of both in turn."""
+    """The same with the outputs of both interleaved."""
     if not _are_alike((gate, up)):
         return None
     whole = _combined(
@@ -289,7 +291,7 @@ def _combined(
     weights: Sequence[QuantizedWeight], combine: Callable[[list[Tensor]], Tensor]
 ) -> QuantizedWeight:
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    # torch does not stack e4m3, so its bytes are.
+    # torch cannot stack e4m3, so its bytes are stacked.
     codes = combine([weight.codes.view(torch.uint8) for weight in weights])
     return replace(
         weights[0],

@@ -9,10 +9,10 @@ from headwater.scheduler.batch import ScheduledBatch
 
 
 class FollowingCudaRunner(CudaRunner):
-    """Computes what rank 0 computes, and takes the chosen tokens from it."""
+    """Computes this rank's part of each step, and takes the sampled tokens from rank 0."""
 
     def prepare(self, phase: WarmPhase) -> None:
-        """Capture graphs or forget the steps that warmed up, as rank 0 does."""
+        """Capture graphs, or forget the warm-up steps, as rank 0 does."""
         if phase is WarmPhase.CAPTURE:
             self.capture()
         else:

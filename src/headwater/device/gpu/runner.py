@@ -1,8 +1,8 @@
-"""CudaRunner: runs one `ScheduledBatch` after another on a GPU, a step ahead of its results.
+"""CudaRunner: runs one `ScheduledBatch` after another on a GPU, one step ahead of its results.
 
-`submit` only queues work: inputs go to the device in one piece, decode steps are replayed
-graphs, a token that the step before is still choosing is taken from device memory. `collect`
-waits for one event, in C and awake, and reads the chosen tokens from pinned memory.
+`submit` only queues work: inputs are sent in one piece, decode steps are replayed graphs, and a
+token that the previous step is still sampling is read from device memory. `collect` waits for
+one event, spinning in C, and reads the sampled tokens from pinned memory.
 """
 
 import logging
@@ -46,15 +46,16 @@ from headwater.types import Tokens
 log = logging.getLogger(__name__)
 
 _RING = 3
-"""Steps whose pinned memory is kept apart: one more than may be in flight."""
+"""Number of steps with separate pinned memory: one more than may be in flight."""
 
 
 _MASK_GRACE_S = 0.005
-"""Longest wait for masks: about as long as a decode step takes."""
+"""Longest wait for masks: about the time of a decode step."""
 
 
 class CudaRunner:
-    """The engine's `Runner` on a GPU. One thread; `submit` and `collect` alternate freely."""
+    """The engine's `Runner` on a GPU. Used by one thread; `submit` and `collect` may come in
+    any order."""
 
     depth = 2
     layerwise = True
@@ -70,14 +71,14 @@ class CudaRunner:
         masks: MaskWorkers | None = None,
     ) -> None:
         """Without `masks`, rows with a grammar cannot be run."""
-        if model.device.index is not None:  # events and kernels go to this thread's device
+        if model.device.index is not None:  # events and kernels use this thread's device
             torch.cuda.set_device(model.device)
         self._model = model
         self._max_rows = min(max_num_seqs, max_batched_tokens)
         self._max_tokens = max_batched_tokens
         self.pool = open_pool(model, num_blocks=num_blocks, block_tokens=block_tokens)
         self.arrivals = Arrivals(model.num_layers)
-        """For the copier: rows wait for loads that it tells of here."""
+        """For the copier: rows wait for loads that it reports here."""
         self._chosen = torch.zeros(self._max_rows, dtype=torch.int32, device=model.device)
         self._host = torch.zeros((_RING, self._max_rows), dtype=torch.int32, pin_memory=True)
         self._staging = Staging(4 * max_batched_tokens + (1 << 16), num_buffers=_RING)
@@ -100,23 +101,23 @@ class CudaRunner:
                 fused, self.pool, self._chosen, self.graphs.logits, max_table=width
             )
         self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
-        """Told of each step before it is computed, where other ranks compute it too."""
+        """Called with each step before it is computed, if other ranks compute it too."""
         self.announce_warm: Callable[[WarmPhase], None] | None = None
-        """The same for what is done before the first step."""
+        """Called with each preparation before the first step."""
         self._group: RankGroup | None = None
         self.compilations: CompilationCounter | None = None
-        """Counts compiled kernels, where they are counted."""
+        """Counts compiled kernels, if they are counted."""
         self._submitted: deque[SubmittedStep] = deque()
         self._last: SubmittedStep | None = None
         self._num_steps = 0
 
     @property
     def is_fused(self) -> bool:
-        """Whether the model runs in our own decoder and in graphs."""
+        """Whether the model runs in our fused decoder and in graphs."""
         return self.graphs is not None
 
     def connect(self, group: RankGroup) -> None:
-        """Compute one part of what the ranks of `group` compute together; before `warm`."""
+        """Compute one rank's part with the collectives of `group`. Call it before `warm`."""
         self._group = group
         decoder = self._decoder
         connect(self._model.module, group)
@@ -130,7 +131,7 @@ class CudaRunner:
             self.graphs = self._suffixes = None
 
     def warm(self, num_rows: int | None = None) -> None:
-        """Capture the graphs for up to so many rows; by default all of them, and compile and load
+        """Capture the graphs for up to this many rows, by default all, and compile and load
         what prompts need."""
         if self.graphs is not None:
             with torch.inference_mode():
@@ -159,13 +160,13 @@ class CudaRunner:
         log.info("graphs are captured sizes=%d", len(self.graphs.sizes))
 
     def clear(self) -> None:
-        """Forget the steps that warmed up. A masked key still meets its zero weight, so nothing but
-        zeros may be in an empty pool."""
+        """Forget the warm-up steps. The pool must contain zeros, because a masked key is still
+        multiplied by its zero weight, and zero times NaN is NaN."""
         self.pool.blocks.zero_()
         self._last = None
 
     def _run_warm_steps(self) -> None:
-        """Compute a step of each kind. The pool must hold nothing yet."""
+        """Compute a step of each kind. The pool must be empty."""
         if self._submitted or self._num_steps:
             raise InvariantError("steps to warm up are computed before any other")
         capacity = self.pool.num_blocks * self.pool.block_tokens
@@ -186,7 +187,7 @@ class CudaRunner:
         log.info("kernels are compiled and loaded steps=%d", num_steps)
 
     def submit(self, batch: ScheduledBatch) -> None:
-        """Queue one step; its result waits for `collect`."""
+        """Queue one step; `collect` returns its result."""
         if self.announce is not None:
             self.announce(batch, batch.tokens)
         with torch.inference_mode():
@@ -202,7 +203,8 @@ class CudaRunner:
                     batch=batch,
                     places=places,
                     host=self._host[self._num_steps % _RING],
-                    done=torch.cuda.Event(),  # not `blocking`: sleepers woke up to 5 ms late
+                    # not `blocking`: a sleeping thread woke up to 5 ms late
+                    done=torch.cuda.Event(),
                     logprobs=logprobs,
                     masks=masks,
                     carried=carried,
@@ -211,8 +213,8 @@ class CudaRunner:
             )
 
     def compute(self, batch: ScheduledBatch) -> tuple[Tensor, IntArray, PromptScores | None]:
-        """Queue the model's part of a step, with greedy choices: logits, where each sampled row's
-        token is among the chosen, and the scores of prompt tokens."""
+        """Queue the model's part of a step, with greedy sampling. Returns the logits, the index
+        of each sampled row among the chosen tokens, and the scores of prompt tokens."""
         layout = Layout(batch, self.pool.block_tokens)
         carry = self._carry(batch)
         is_plain_decode = layout.is_decode and not batch.awaits and not batch.scored
@@ -227,16 +229,16 @@ class CudaRunner:
         return logits, places, scores
 
     def share_chosen(self, places: IntArray) -> None:
-        """Give every rank the tokens that rank 0 chose: the next step may carry them."""
+        """Send the tokens of rank 0 to every rank, because the next step may carry them."""
         if self._group is not None and len(places):
             self._group.copy_from_first(self._chosen)
 
     def collect(self) -> StepResult:
-        """The result of the oldest step not yet collected; waits for it without a lock."""
+        """The result of the oldest step in flight; waits for it without a lock."""
         return self._submitted.popleft().result()
 
     def close(self) -> None:
-        """Forget what was not collected, once the device is done with it."""
+        """Discard steps that were not collected, when the device has finished them."""
         for submitted in self._submitted:
             submitted.done.synchronize()
         self._submitted.clear()
@@ -247,8 +249,8 @@ class CudaRunner:
     def _run_packed(
         self, layout: Layout, carry: IntArray
     ) -> tuple[Tensor, PromptScores | None]:
-        """Logits of the sampled rows of a step with chunks of prompts in it; and the scores of
-        its prompt tokens, where they are wanted."""
+        """Logits of the sampled rows of a step with prompt chunks, and the scores of its prompt
+        tokens if they are requested."""
         decoder = self._decoder
         step: PackedStep = pack(
             layout,
@@ -273,7 +275,7 @@ class CudaRunner:
             step.places,
             self.pool.data,
             attention.attend,
-            # Scores need the last layer of every position, not of the sampled ones alone.
+            # Scores need the last layer at every position, not only at the sampled ones.
             wanted=None
             if scored is not None
             else RowsToCompute(step.logits_at, attention.attend_sampled),
@@ -305,7 +307,7 @@ class CudaRunner:
         return logits[:count], PromptScores(batch, lambda start, end: places[start:end])
 
     def _gate(self, batch: ScheduledBatch) -> Callable[[int], None]:
-        """Orders each layer behind the loads that rows of `batch` read."""
+        """Makes each layer wait for the loads that rows of `batch` read."""
         arrivals = self.arrivals.of(set(batch.awaits.values()))
         stream = torch.cuda.current_stream(self.pool.device)
 
@@ -322,14 +324,12 @@ class CudaRunner:
         places: IntArray,
         masks: StepMasks | None,
     ) -> PendingLogprobs | LogprobTable:
-        """Put the tokens of the sampled rows where `places` says, from `logits` there.
-
-        The most likely tokens are there already.
-        """
+        """Write the tokens of the sampled rows to `places`, from `logits` there. Greedy tokens
+        are already written."""
         if self._sampling.takes(batch.params):
             return self._sampling.run(batch, logits, places, masks, self._last_token)
-        # More than the kernels have room for: torch sorts, and waits for the step before where a
-        # row has penalties.
+        # More than the kernels support: torch sorts, and waits for the previous step if a row
+        # has penalties.
         at = put(places, logits.device)
         logits = logits.index_select(0, at)
         chosen = self._sampler.pick(logits, sampled_rows(batch, masks, self._last_token))
@@ -337,14 +337,14 @@ class CudaRunner:
         return LogprobTable(logits, chosen, [p.logprobs for p in batch.params])
 
     def _last_token(self, row: int) -> Tokens:
-        """What the step before chose for one of its rows; waits for it."""
+        """The token that the previous step sampled for one of its rows; waits for it."""
         if self._last is None:
             raise InvariantError("a first batch has nothing to carry")
         at = np.flatnonzero(self._last.batch.sampled == row)
         return self._last.tokens()[at].astype(np.int32)
 
     def _finish_submit(self, submitted: SubmittedStep) -> None:
-        """Have the chosen tokens copied to the host, and note the step."""
+        """Queue the copy of the sampled tokens to the host, and record the step."""
         copy_ints(self._chosen[: submitted.batch.num_rows], submitted.host)
         submitted.done.record()
         self._num_steps += 1
@@ -352,16 +352,16 @@ class CudaRunner:
         self._last = submitted
 
     def _take_masks(self, batch: ScheduledBatch, carried: dict[int, int]) -> StepMasks | None:
-        """Masks of the rows with a grammar. They are made while the device computes the step,
-        which was queued before: waiting for them here delays no other row."""
+        """Masks of the rows with a grammar. Threads make them while the device computes this
+        step, which is already queued; so waiting here delays no other row."""
         pending = begin_masks(self._masks, batch, carried)
         if pending is None:
             return None
         return pending.take(is_alone=is_masked(batch), grace_s=_MASK_GRACE_S)
 
     def _carried_tokens(self, batch: ScheduledBatch) -> dict[int, int]:
-        """By row with a grammar: the token it continues from, once the step before has chosen
-        it. The device is at work on this step meanwhile."""
+        """For each row with a grammar: the token before, when the previous step has sampled it.
+        The device computes this step meanwhile."""
         wanted = [
             row
             for row, params in zip(batch.sampled.tolist(), batch.params, strict=True)
@@ -375,7 +375,7 @@ class CudaRunner:
         return {row: tokens[int(batch.carry[row])] for row in wanted}
 
     def _carry(self, batch: ScheduledBatch) -> IntArray:
-        """Per row: where the token it waits for is among the chosen; -1 where none is."""
+        """Per row: index of the awaited token among the chosen ones; -1 if it awaits none."""
         carry = np.full(batch.num_rows, -1, dtype=np.int32)
         rows = np.flatnonzero(batch.carry >= 0)
         if len(rows) == 0:
@@ -392,7 +392,7 @@ class CudaRunner:
 
 
 def _distinct(variants: list[Variant]) -> list[Variant]:
-    """One of each kind that a kernel of its own is compiled for."""
+    """One of each kind for which a separate kernel is compiled."""
     kinds = {
         (v.window is not None, v.softcap is not None, v.sinks is not None): v for v in variants
     }

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA runtime that torch has no function for, through cuda-python."""
+"""The few CUDA runtime calls that torch does not offer, through cuda-python."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,11 +24,11 @@ class Runtime:
         self._attributes.srcAccessOrder = order
 
     def enter_thread(self) -> None:
-        """A thread's calls are about this device from now on."""
+        """Use this device for all further calls of this thread."""
         self._check(self._cuda.cudaSetDevice(self._device), "cudaSetDevice")
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Lock pages in memory and make them known to the device."""
+        """Lock pages in memory and register them with the device."""
         self._check(self._cuda.cudaHostRegister(address, num_bytes, 0), "cudaHostRegister")
 
     def unpin(self, address: int) -> None:
@@ -38,7 +38,7 @@ class Runtime:
     def copy(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
     ) -> None:
-        """Queue copies of so many bytes on a stream; in no order among themselves."""
+        """Queue copies of this many bytes on a stream; they have no order among themselves."""
         count = len(targets)
         done = self._cuda.cudaMemcpyBatchAsync(
             list(targets), list(sources), list(sizes), count, [self._attributes], [0], 1,
@@ -53,8 +53,8 @@ class Runtime:
         shape: tuple[int, int],
         stream: int,
     ) -> None:
-        """Queue a copy of `shape` rows and bytes a row. An end is an address and the distance of
-        its rows."""
+        """Queue a copy of `shape` = (rows, bytes per row). Each side is an address and the
+        distance between rows."""
         num_rows, num_bytes = shape
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDefault
         done = self._cuda.cudaMemcpy2DAsync(*target, *source, num_bytes, num_rows, kind, stream)

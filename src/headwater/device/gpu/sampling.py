@@ -1,8 +1,9 @@
-"""Sampling on the device: what a step's rows ask for goes there, tokens stay there.
+"""Sampling on the device: the parameters of a step's rows are sent there, and tokens stay
+there.
 
-The kernels are captured in a graph of their own, replayed after the forward pass. What rows ask
-for is packed into pinned memory and sent by one kernel; a step whose rows are all plain sends
-nothing, because the forward pass already chose the most likely tokens.
+The kernels are captured in a separate graph, which is replayed after the forward pass. The
+parameters are packed into pinned memory and sent by one kernel. A step with only greedy rows
+sends nothing, because the forward pass has already chosen the most likely tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +32,13 @@ from headwater.scheduler.request import SamplingParams, TokenLogprobs
 from headwater.types import Tokens
 
 _RING = 3
-"""Steps whose pinned memory is kept apart: one more than may be in flight."""
+"""Number of steps with separate pinned memory: one more than may be in flight."""
 
 _MAX_EDITS = 1 << 14
-"""Listed edits of a step. Steps with more are sampled by torch, which is slower."""
+"""Most listed edits of a step. Steps with more are sampled by torch, which is slower."""
 
 _MASKED_ROWS = 16
-"""Rows with a mask that pinned memory is taken for at the start; it grows for more."""
+"""Rows with a mask for which pinned memory is allocated at start; it grows if needed."""
 
 _ROW_INTS = ("flags", "top_k", "state", "edit_start", "edit_end", "mask", "num_top")
 _ROW_FLOATS = (
@@ -60,19 +61,19 @@ _TABLE_FLOATS = {
 
 
 def graph_rows(max_rows: int) -> list[int]:
-    """Numbers of rows that get graphs, ascending: powers of two, and the most."""
+    """Numbers of rows that get graphs, ascending: powers of two, and the maximum."""
     sizes = (1 << power for power in range(4, max_rows.bit_length()))
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 class PendingLogprobs:
-    """Log-probabilities of a step, on their way from the device."""
+    """Log-probabilities of a step that are being copied from the device."""
 
     def __init__(self, host: Tensor, places: IntArray, num_top: Ints) -> None:
         self._host, self._places, self._num_top = host, places, num_top
 
     def read(self) -> list[TokenLogprobs | None]:
-        """Per sampled row; None if none were asked for. The device must be done."""
+        """Per sampled row; None if not requested. The device must have finished."""
         ints = self._host.numpy()
         floats = ints.view(np.float32)
         found: list[TokenLogprobs | None] = [None] * len(self._places)
@@ -88,7 +89,7 @@ class PendingLogprobs:
 
 
 class DeviceSampler:
-    """Chooses the tokens of steps of at most `max_rows` rows into `chosen`."""
+    """Samples the tokens of steps with at most `max_rows` rows into `chosen`."""
 
     def __init__(
         self, chosen: Tensor, vocab: int, eos_token_ids: Sequence[int], *, dtype: torch.dtype
@@ -116,16 +117,16 @@ class DeviceSampler:
         )
         self._num_steps = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
-        """By the number of rows: rows that are not there still cost their programs."""
+        """By the number of rows; unused rows still cost their programs."""
         self._captured: Tensor | None = None
         self._compile(torch.zeros((1, vocab), dtype=dtype, device=device))
 
     def is_plain(self, params: Sequence[SamplingParams]) -> bool:
-        """Whether all rows are greedy, and nothing else is asked for."""
+        """Whether all rows are greedy without further parameters."""
         return bool(self._table.is_plain[self._table.entries(params)].all())
 
     def takes(self, params: Sequence[SamplingParams]) -> bool:
-        """Whether the kernels can do what these rows ask for."""
+        """Whether the kernels support the parameters of these rows."""
         entries = self._table.entries(params)
         if int(self._table.num_logprobs[entries].max(initial=-1)) > MAX_TOP:
             return False
@@ -133,7 +134,7 @@ class DeviceSampler:
         return num_edits + len(params) * len(self._eos_token_ids) <= _MAX_EDITS
 
     def capture(self, logits: Tensor) -> None:
-        """Capture the kernels over `logits`, `[max_rows, vocab]`, which stay where they are."""
+        """Capture the kernels over `logits`, `[max_rows, vocab]`, whose address is fixed."""
         if self._graphs:
             return
         self._sent.zero_()
@@ -157,10 +158,11 @@ class DeviceSampler:
         masks: StepMasks | None,
         last_tokens: Callable[[int], Tokens],
     ) -> PendingLogprobs:
-        """Choose tokens of the sampled rows; row `places[i]` of `logits` is the i-th of them.
+        """Sample tokens of the sampled rows; row `places[i]` of `logits` is the i-th of them.
 
-        `masks` are of rows with a grammar, as positions among the sampled rows. `last_tokens` waits for the step before, and returns the token that it chose for a row:
-        needed only where the counts of a penalised row have to be filled.
+        `masks` are those of rows with a grammar, by position among the sampled rows.
+        `last_tokens` waits for the previous step and returns the token that it sampled for a
+        row; it is needed only if the counts of a penalised row must be filled.
         """
         entries = self._table.entries(batch.params)
         num_top = self._table.num_logprobs[entries]
@@ -198,7 +200,7 @@ class DeviceSampler:
         count = len(masks.rows) * width
         pinned, view = self._mask_staging.take(count)
         words = view[:count].reshape(-1, width)
-        # The tokenizer may know fewer ids than the model has logits, or more.
+        # The vocabulary of the tokenizer may be smaller or larger than the model's logits.
         known = min(width, masks.words.shape[1])
         words[:, :known] = masks.words[:, :known]
         words[:, known:] = 0
@@ -221,7 +223,7 @@ class DeviceSampler:
         flags |= np.where((states >= 0) | (ends > starts) | (mask >= 0), EDITED, 0)
         pinned, ints = self._staging.take(len(self._sent))
         floats = ints.view(np.float32)
-        ints[: self._stride] = 0  # flags of rows that are not there
+        ints[: self._stride] = 0  # flags of unused rows
         at = self._start["num_top"]
         ints[at : at + self._stride] = -1
         for name, values in (
@@ -271,7 +273,7 @@ class DeviceSampler:
     def _edits(
         self, batch: ScheduledBatch, entries: Ints, positions: Ints
     ) -> tuple[Ints, Ints, EditList]:
-        """Per sampled row: where its listed edits begin and end; and all of them."""
+        """Per sampled row: the range of its listed edits; and all of them."""
         table = self._table
         starts = np.zeros(len(entries), dtype=np.int64)
         min_tokens = table.ints["min_tokens"][entries]
@@ -294,7 +296,7 @@ class DeviceSampler:
         return starts, ends, EditList(ids, np.concatenate([found.amounts for found in lists]))
 
     def _compile(self, logits: Tensor) -> None:
-        """Compile and load the kernels, on a row that asks for nothing."""
+        """Compile and load the kernels, with a row without parameters."""
         self._section("num_top").fill_(-1)
         self._choose(logits, 1)
         self._find_logprobs(logits, 1)

@@ -1,7 +1,7 @@
 """Sampling parameters of the requests being served, as arrays.
 
-A request keeps one `SamplingParams` object for all of its steps. Its fields are read once, when
-the object is first seen; a step then takes rows of arrays instead of reading attributes.
+A request keeps one `SamplingParams` object for all its steps. Its fields are read once; a step
+then uses rows of arrays instead of reading attributes.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,20 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class EditList(NamedTuple):
-    """Amounts that are added to logits of a row."""
+    """Values that are added to logits of a row."""
 
     ids: NDArray[np.int32]
     amounts: Floats
 
 
 class SamplingTable:
-    """An entry for each `SamplingParams` object; bounded, and filled again when it is full."""
+    """An entry for each `SamplingParams` object. It is bounded, and is filled again when it is
+    full."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._index: dict[int, int] = {}
-        # Holding the objects keeps their ids from being used again.
+        # Keeping references prevents that the ids of the objects are reused.
         self._params: list[SamplingParams] = []
         self.floats = {name: np.zeros(max_entries, dtype=np.float32) for name in _FLOATS}
         self.ints = {name: np.zeros(max_entries, dtype=np.int64) for name in _INTS}
@@ -50,13 +51,13 @@ class SamplingTable:
         self.has_bias = np.zeros(max_entries, dtype=bool)
         self.num_logprobs = np.full(max_entries, -1, dtype=np.int64)
         self.num_edits = np.zeros(max_entries, dtype=np.int64)
-        """Most listed edits, beside the model's end tokens."""
+        """Most listed edits, not counting the model's end tokens."""
 
         self.is_plain = np.zeros(max_entries, dtype=bool)
-        """Greedy, and nothing else is asked for."""
+        """Greedy without further parameters."""
 
     def entries(self, params: Sequence[SamplingParams]) -> NDArray[np.int64]:
-        """The entry of each of `params`, good until the next call."""
+        """The entry of each of `params`, valid until the next call."""
         index = self._index
         try:
             return np.array([index[id(p)] for p in params], dtype=np.int64)
@@ -67,7 +68,8 @@ class SamplingTable:
     def edit_list(
         self, entry: int, eos_token_ids: Sequence[int], *, forbids_ends: bool
     ) -> EditList:
-        """Biases of an entry and, if it must go on, its end tokens at negative infinity."""
+        """Biases of an entry and, if it must not end yet, its end tokens at negative
+        infinity."""
         params = self._params[entry]
         amounts = dict(params.logit_bias)
         if forbids_ends:

@@ -1,6 +1,6 @@
-"""Integers on their way to the device: packed into pinned memory, sent in one piece.
+"""Sends integer arrays to the device in one piece, through pinned memory.
 
-A step needs a dozen small arrays. Each copy of its own would cost more than all their bytes.
+A step needs a dozen small arrays. Separate copies would cost more than all their bytes.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,12 @@ from headwater.device.kernels.ints import copy_ints
 from headwater.scheduler.batch import IntArray
 
 _ALIGN = 4
-"""Arrays begin at multiples of 16 bytes: kernels are compiled for that once, and not again."""
+"""Arrays begin at multiples of 16 bytes, so that kernels are compiled for this alignment
+only."""
 
 
 class Staging:
-    """A ring of pinned buffers. One is used again when as many steps have been collected."""
+    """A ring of pinned buffers. A buffer is reused after as many steps have been collected."""
 
     def __init__(self, num_ints: int, *, num_buffers: int) -> None:
         self._buffers: list[Tensor] = []
@@ -27,7 +28,8 @@ class Staging:
     def take(self, num_ints: int) -> tuple[Tensor, IntArray]:
         """A pinned buffer of at least `num_ints`, as a tensor and as an array."""
         if num_ints > self._buffers[0].numel():
-            # Those in use are read by work that is queued: they may go when it is done.
+            # Queued work may still read the buffers in use; they are freed when it has
+            # finished.
             torch.cuda.synchronize()
             self._grow(num_ints + num_ints // 2)
         pinned = self._buffers[self._next % self._num_buffers]
@@ -35,7 +37,8 @@ class Staging:
         return pinned, pinned.numpy()
 
     def send(self, arrays: Sequence[IntArray], device: torch.device) -> list[Tensor]:
-        """All `arrays` on the device, views of one tensor; returns before they are there."""
+        """All `arrays` on the device, as views of one tensor. Returns before they have
+        arrived."""
         starts, end = [], 0
         for array in arrays:
             starts.append(end)

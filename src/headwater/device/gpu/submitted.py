@@ -1,4 +1,4 @@
-"""A step that is on the device, and how its result is read."""
+"""A step on the device, and how its result is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ class SubmittedStep:
 
     batch: ScheduledBatch
     places: IntArray
-    """Per sampled row: where its token is in `host`."""
+    """Per sampled row: index of its token in `host`."""
 
     host: Tensor
     done: torch.cuda.Event
     logprobs: PendingLogprobs | LogprobTable | None
     masks: StepMasks | None
-    """Of the rows with a grammar; None if there are none."""
+    """Masks of the rows with a grammar; None if there are none."""
 
     scores: PromptScores | None
-    """Of the rows whose prompt tokens are wanted with log-probabilities."""
+    """Scores of rows whose prompt tokens are reported with log-probabilities."""
 
     carried: dict[int, int]
-    """By row with a grammar: the token that it continues from."""
+    """For each row with a grammar: the token before."""
 
     def result(self) -> StepResult:
-        """What the step chose; waits for it."""
+        """The result of the step; waits for it."""
         tokens = self.tokens()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self.logprobs is not None:
@@ -51,7 +51,7 @@ class SubmittedStep:
         return result
 
     def tokens(self) -> Tokens:
-        """What was chosen, per sampled row; waits for the step."""
+        """The token of each sampled row; waits for the step."""
         self.done.synchronize()
         tokens: Tokens = self.host.numpy()[self.places].copy()
         return tokens
@@ -60,8 +60,8 @@ class SubmittedStep:
 def sampled_rows(
     batch: ScheduledBatch, masks: StepMasks | None, last_token: Callable[[int], Tokens]
 ) -> SampledRows:
-    """The rows of `batch` that choose a token; `last_token` tells what a row of the step before
-    chose, and waits for it."""
+    """The rows of `batch` that are sampled; `last_token` returns the token that the previous
+    step sampled for a row, and waits for it."""
     return SampledRows(
         params=batch.params,
         positions=batch.context_lens[batch.sampled].astype(np.int64),
@@ -74,7 +74,8 @@ def sampled_rows(
 def _histories(
     batch: ScheduledBatch, last_token: Callable[[int], Tokens]
 ) -> dict[int, History]:
-    """Of penalised rows, which need every token: their steps wait for the one before."""
+    """Histories of penalised rows, which need every token: such steps wait for the previous
+    one."""
     histories: dict[int, History] = {}
     for i, params in enumerate(batch.params):
         if not is_penalised(params):

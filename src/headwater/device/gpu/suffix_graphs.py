@@ -1,8 +1,8 @@
-"""Steps of one short chunk as captured graphs: the few new tokens after a long prefix that is cached.
+"""Steps of one short chunk as captured graphs: a few new tokens after a long cached prefix.
 
-Launched one by one, the kernels of such a step take the host several times as long as the device.
-A chunk of fewer tokens runs in the next larger graph. Tokens that are not there have no slot, and
-attention does not see them.
+Launching the kernels of such a step one by one takes the host several times as long as the
+device. A chunk with fewer tokens runs in the next larger graph. The unused tokens have no slot,
+and attention does not see them.
 """
 
 from typing import Any
@@ -27,7 +27,8 @@ _SIZES = (16, 64)
 
 _SCALARS = ("logits_at", "context", "query_start", "zero", "part_keys", "piece", "work_begin")
 _ALIGN = 16
-"""Every array begins at a multiple of this many integers: kernels are compiled for that once."""
+"""Every array begins at a multiple of this many integers, so that kernels are compiled for this
+alignment only."""
 
 
 class SuffixGraphs:
@@ -42,7 +43,7 @@ class SuffixGraphs:
         *,
         max_table: int,
     ) -> None:
-        """`chosen` and `logits` get the chunk's token and logits, in their first row."""
+        """`chosen` and `logits` get the chunk's token and logits, in their first rows."""
         self._decoder, self._pool, self._chosen = decoder, pool, chosen
         self.logits = logits
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -81,7 +82,7 @@ class SuffixGraphs:
                 self._graphs[size] = self._capture(size)
 
     def run(self, layout: Layout) -> Tensor:
-        """Compute a step; the logits of its last token, good until the next."""
+        """Compute a step. Returns the logits of its last token, valid until the next step."""
         size = next(size for size in _SIZES if size >= int(layout.counts[0]))
         if size not in self._graphs:
             self.warm()
@@ -117,7 +118,7 @@ class SuffixGraphs:
             ("piece", pieces.piece),
         ):
             view[self._start[name]] = value
-        # Two entries, where each row begins and where the last one ends.
+        # Two entries: where the row begins and where it ends.
         view[self._start["query_start"] + 1] = count
         begin = self._start["work_begin"]
         view[begin : begin + 2] = pieces.row_work
@@ -133,7 +134,7 @@ class SuffixGraphs:
         for name, value in (("context", 1), ("part_keys", PIECE_STEP), ("piece", PIECE_STEP)):
             self._view(name, 1).fill_(value)
         graph = torch.cuda.CUDAGraph()
-        self._step(size)  # compiles the kernels, which a capture cannot
+        self._step(size)  # compiles the kernels, which is not possible during a capture
         torch.cuda.synchronize(self._pool.device)
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._step(size)

@@ -11,7 +11,7 @@ from headwater.device.kv import KVPool
 
 
 def warm_chunks(pool: KVPool, heads: int, variant: Variant) -> None:
-    """Compile attention of chunks for every size of tile and number of parts, and of many."""
+    """Compile attention of chunks for every tile size, number of parts, and for many tiles."""
     packed = torch.zeros(
         (1, (heads + 2 * pool.kv_heads) * pool.head_dim),
         dtype=pool.dtype,

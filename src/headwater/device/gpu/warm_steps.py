@@ -1,8 +1,9 @@
-"""Steps that are computed before the engine is ready, so that no request waits for a compiler.
+"""Warm-up steps that are computed before the engine is ready, so that no request waits for a
+compiler.
 
-One step of each kind that a request can cause: prompts of many lengths, with and without a cached
-prefix, alone and beside decodes, whole and in chunks, and every way to choose a token. Their tokens are
-zeros and their blocks are the first ones of the pool, which holds nothing yet.
+There is one step of each kind that a request can cause: prompts of many lengths, with and
+without a cached prefix, alone and with decodes, whole and in chunks, and every kind of
+sampling. The tokens are zeros, and the blocks are the first ones of the empty pool.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ _PROMPTS = (
     2048,
     4096,
 )
-"""Lengths of prompts, by which libraries choose their kernels; and the largest step."""
+"""Lengths of prompts, because libraries choose kernels by length; and the largest step."""
 
 _SUFFIXES = (2, 16, 33, 64, 100, 512, 2048)
 _PREFIXES = (64, 700, 4096, 32_000)
@@ -56,7 +57,7 @@ _CHUNKS = (2, 64, 300, 1024)
 
 
 class WarmLimits(NamedTuple):
-    """What the steps of an engine may contain."""
+    """Limits of the engine's steps."""
 
     max_rows: int
     max_tokens: int
@@ -82,7 +83,7 @@ def warm_steps(limits: WarmLimits) -> Iterator[ScheduledBatch]:
 
 
 def _shapes() -> Iterator[tuple[list[_Row], Sequence[SamplingParams], bool]]:
-    """Rows of each step, how they sample, and whether its last row samples at all."""
+    """Rows of each step, how they sample, and whether the last row is sampled at all."""
     for length in (*_PROMPTS, 1 << 30):
         yield [_Row(length)], [_GREEDY], True
     yield [_Row(1000)], [_GREEDY], False
@@ -103,14 +104,14 @@ def _shapes() -> Iterator[tuple[list[_Row], Sequence[SamplingParams], bool]]:
         yield [*(_Row(1, 100) for _ in range(5)), _Row(100)], [params], True
     several = [*(_Row(1, 100) for _ in SAMPLED), _Row(100), _Row(50, 64)]
     yield several, [*SAMPLED, _GREEDY], True
-    # More alternatives than the kernels list: torch sorts.
+    # More alternatives than the kernels support: torch sorts.
     yield [_Row(1, 100), _Row(100)], [SamplingParams(temperature=0.0, logprobs=40)], True
     yield [_Row(100)], [SamplingParams(temperature=0.0, prompt_logprobs=2)], True
     yield [_Row(100, 64)], [SamplingParams(temperature=0.0, prompt_logprobs=0)], True
 
 
 def _within(rows: Sequence[_Row], limits: WarmLimits) -> list[_Row]:
-    """The rows, shortened to the limits; empty if nothing of this kind fits."""
+    """The rows, shortened to the limits; empty if no row of this kind fits."""
     fitting: list[_Row] = []
     left = limits.max_tokens
     for num_new, num_cached in rows[-limits.max_rows :]:

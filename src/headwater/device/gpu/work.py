@@ -1,6 +1,6 @@
-"""Shares a step's attention out among programs: pieces of contexts, and tiles of chunks.
+"""Divides the attention of a step among programs: pieces of contexts, and tiles of chunks.
 
-Arithmetic over whole arrays, on the host; the lists go to the device with the step's inputs.
+It is array arithmetic on the host; the lists are sent to the device with the step's inputs.
 """
 
 from typing import NamedTuple
@@ -12,25 +12,29 @@ from headwater.device.kv import Ints
 from headwater.scheduler.batch import IntArray
 
 PIECE_STEP = 64
-"""Pieces and parts begin at multiples of this: kernels read as many keys in a turn, or half."""
+"""Pieces and parts begin at multiples of this, because kernels read this many keys at once, or
+half."""
 
 _SPARE = 64
 _SPARE_OF_ONE = 256
-"""Entries beyond one a row; with a single KV head. Rows are cut so that they do not need more."""
+"""Entries in addition to one per row; and the number with a single KV head. Rows are cut so
+that they need no more."""
 
 
 _PROGRAMS = 512
 _MIN_PART_KEYS = 512
 MAX_PARTS = 16
-"""Programs that keep the device busy; fewest keys, and most parts, that a tile is cut into."""
+"""Programs that keep the device busy; the fewest keys of a part, and the most parts of a
+tile."""
 
 _MIN_HOPPER_PROGRAMS = 96
 _MIN_HOPPER_SCORES = 1 << 19
-"""What is called many: a tile for almost every processor; and queries times keys, of all rows."""
+"""When there are many tiles: a tile for almost every processor; and queries times keys of all
+rows."""
 
 
 class Pieces(NamedTuple):
-    """What `DecodeWork` says, still on the host."""
+    """The content of `DecodeWork`, on the host."""
 
     piece: int
     work_row: IntArray
@@ -39,13 +43,14 @@ class Pieces(NamedTuple):
 
 
 def num_entries(num_rows: int, kv_heads: int) -> int:
-    """Entries of a list for so many rows; a captured graph has a program for each of them and each
-    KV head. With one KV head there are more entries, or processors would have nothing to do."""
+    """Entries of a list for this many rows. A captured graph has a program for each entry and
+    KV head. With one KV head there are more entries, because otherwise processors would be
+    idle."""
     return num_rows + (_SPARE_OF_ONE if kv_heads == 1 else _SPARE)
 
 
 def split_contexts(contexts: Ints, num_rows: int, kv_heads: int) -> Pieces:
-    """Cut contexts into pieces of one size, as small as the list for `num_rows` has room for."""
+    """Cut contexts into pieces of one size, as small as the list for `num_rows` allows."""
     room = num_entries(num_rows, kv_heads)
     total = int(contexts.sum())
     # A row has at most one piece more than its share, so this always fits.
@@ -66,7 +71,8 @@ def split_contexts(contexts: Ints, num_rows: int, kv_heads: int) -> Pieces:
 
 
 class Tiles(NamedTuple):
-    """What `ChunkWork` says, still on the host; by the place of their first query in its row."""
+    """The content of `ChunkWork`, on the host, by the position of the first query in its
+    row."""
 
     row: IntArray
     start: IntArray
@@ -84,11 +90,9 @@ def tiles(
     heads: int,
     has_hopper_kernel: bool,
 ) -> Tiles:
-    """Tiles of rows from `first_row` on with so many queries and tokens in all.
-
-    Few tiles are cut into parts, as many as give every processor work. `has_hopper_kernel` says that
-    the device has a kernel for many.
-    """
+    """Tiles of rows from `first_row` on, with this many queries and tokens in total. Few tiles
+    are cut into parts, so that every processor has work. `has_hopper_kernel` means that the
+    device has a kernel for many tiles."""
     each = -(-counts // tile)
     ends = np.cumsum(each)
     rows = np.repeat(np.arange(len(counts)), each)
@@ -117,5 +121,5 @@ def _num_parts(programs: int, contexts: Ints) -> int:
     longest = int(contexts.max()) if len(contexts) else 0
     wanted = _PROGRAMS // max(programs, 1)
     num_parts = max(min(wanted, longest // _MIN_PART_KEYS, MAX_PARTS), 1)
-    # Powers of two: each number of parts is a kernel of its own.
+    # Powers of two, because each number of parts is a separate kernel.
     return 1 << (num_parts.bit_length() - 1)

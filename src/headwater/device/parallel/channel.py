@@ -2,7 +2,8 @@
 
     kind u8 | 3 unused | payload bytes u32 | payload
 
-Files travel beside a frame's first byte. Both ends are processes of one engine on one machine.
+File descriptors are sent with the first byte of a frame. Both ends are processes of one engine
+on one machine.
 """
 
 import array
@@ -18,28 +19,28 @@ from typing import Any, NamedTuple
 _HEADER = struct.Struct("<BxxxI")
 _MAX_FILES = 1
 _BUFFER_BYTES = 4 << 20
-"""Asked for each direction, so that a rank which is busy does not hold up rank 0."""
+"""Socket buffer requested for each direction, so that a busy rank does not delay rank 0."""
 
 MAX_PAYLOAD_BYTES = 1 << 30
 
 
 class RankMessage(IntEnum):
-    """What a frame says: the first ones to a rank, the others from it."""
+    """The kind of a frame: the first ones are sent to a rank, the others by a rank."""
 
     LOAD = 1
     """Load this model; the answer is LOADED."""
 
     MEET = 2
-    """Join the process group that meets at this file."""
+    """Join the process group through this file."""
 
     OPEN = 3
-    """Make a runner of these sizes; the answer is READY."""
+    """Create a runner of these sizes; the answer is READY."""
 
     STEP = 4
-    """Compute this batch. Nothing is answered: the results of all ranks are joined."""
+    """Compute this batch. There is no answer: collectives join the results."""
 
     SLAB = 5
-    """Map the file that comes with it as host memory for copies; the answer is MAPPED."""
+    """Map the attached file as host memory for copies; the answer is MAPPED."""
 
     DROP_SLAB = 6
     COPY = 7
@@ -49,14 +50,14 @@ class RankMessage(IntEnum):
     """These slots were written."""
 
     WARM = 9
-    """Do this part of warming up, as rank 0 does."""
+    """Do this part of the warm-up, as rank 0 does."""
 
     LOADED = 20
     READY = 21
     MAPPED = 22
     COPIED = 23
     FAILED = 24
-    """The rank cannot go on; the payload is a sentence."""
+    """The rank cannot continue; the payload is the reason."""
 
 
 class RankFrame(NamedTuple):
@@ -78,13 +79,13 @@ class RankChannel:
     def __init__(
         self, sock: socket.socket, *, send_timeout_s: float, spin_s: float = 0.0
     ) -> None:
-        """A receiver looks for its next message for `spin_s` before it sleeps: a sleeper wakes
-        some 50 µs late, which every step would wait for."""
+        """A receiver polls for its next message for `spin_s` before it sleeps. A sleeping
+        thread wakes about 50 µs late, and every step would wait for that."""
         self._socket = sock
         self._spin_s = spin_s
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-        # A rank that takes nothing for so long hangs; the sender is told instead of waiting on.
+        # A rank that reads nothing for this long hangs; then sending fails instead of waiting.
         whole, part = divmod(send_timeout_s, 1.0)
         limit = struct.pack("ll", int(whole), int(part * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -92,7 +93,7 @@ class RankChannel:
     def send(
         self, kind: RankMessage, payload: bytes | memoryview = b"", files: Sequence[int] = ()
     ) -> None:
-        """Queue a message. Raises OSError if the other end is gone or takes nothing."""
+        """Queue a message. Raises OSError if the other end is gone or reads nothing."""
         header = _HEADER.pack(kind, len(payload))
         beside = []
         if files:
@@ -105,7 +106,7 @@ class RankChannel:
             self._socket.sendall(memoryview(payload)[sent - _HEADER.size :])
 
     def receive(self) -> RankFrame:
-        """The next message; waits for it. Raises ChannelClosed when there will be none."""
+        """Wait for the next message. Raises ChannelClosed when there will be none."""
         header, files = self._receive_header()
         number, size = _HEADER.unpack(header)
         if size > MAX_PAYLOAD_BYTES:
@@ -138,7 +139,7 @@ class RankChannel:
         return data, tuple(files)
 
     def _receive_soon(self) -> tuple[bytes, list[Any]] | None:
-        """The same while it looks; None if nothing came."""
+        """The same while it polls; None if nothing came."""
         end_s = time.perf_counter() + self._spin_s
         while time.perf_counter() < end_s:
             try:
@@ -148,7 +149,7 @@ class RankChannel:
         return None
 
     def _receive_some(self, flags: int) -> tuple[bytes, list[Any]]:
-        """The first bytes of a frame, and what came beside them."""
+        """The first bytes of a frame, and the attached descriptors."""
         room = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
         flags |= socket.MSG_CMSG_CLOEXEC
         data, beside, _, _ = self._socket.recvmsg(_HEADER.size, room, flags)

@@ -3,7 +3,7 @@
     rank 0 pool  [layers, 2, tokens, own heads] ──╮
     rank 1 pool  [layers, 2, tokens, own heads] ──┴─▶ slab row [layers, 2, tokens, all heads]
 
-A block below the device is whole, with the same bytes whatever the number of ranks.
+A block below the device is complete, and its bytes do not depend on the number of ranks.
 """
 
 from functools import partial
@@ -27,11 +27,11 @@ from headwater.transfer.workers import Report
 from headwater.types import Slots
 
 _MAP_TIMEOUT_S = 60.0
-"""For every rank to map a slab; a rank that computes a step does that first."""
+"""Time for every rank to map a slab; a rank that computes a step finishes the step first."""
 
 
 class _SharedCopy:
-    """A copy that some ranks have not ended."""
+    """A copy that some ranks have not finished."""
 
     def __init__(self, job: TransferJob, report: Report, num_ranks: int) -> None:
         self.job = job
@@ -41,7 +41,7 @@ class _SharedCopy:
         self.busy_s = 0.0
 
     def end_one(self, is_done: bool, busy_s: float) -> JobCompletion | None:
-        """One rank has ended its part; the end of the whole after the last."""
+        """One rank has finished its part; the last one ends the whole copy."""
         self.num_left -= 1
         self.is_done &= is_done
         self.busy_s = max(self.busy_s, busy_s)
@@ -64,7 +64,7 @@ class RankCopies:
         ranks.on_copied(self._heard)
 
     def open(self, own: DeviceCopier, slab: HostSlab) -> "ParallelCopier":
-        """A copier between all ranks' pools and `slab`; `own` copies this rank's part."""
+        """A copier between the pools of all ranks and `slab`; `own` copies this rank's part."""
         number = next(self._slabs)
         told = MapSlab(
             slab=number,
@@ -78,14 +78,14 @@ class RankCopies:
         return ParallelCopier(self, own, number)
 
     def begin(self, job: TransferJob, report: Report) -> int:
-        """Expect the end of a copy from every rank; its serial number."""
+        """Register a copy that every rank must finish; return its serial number."""
         with self._lock:
             serial = next(self._serials)
             self._begun[serial] = _SharedCopy(job, report, self.ranks.size)
         return serial
 
     def end_one(self, serial: int, is_done: bool, busy_s: float) -> None:
-        """A rank's part has ended; from any thread."""
+        """A rank has finished its part. Any thread may call it."""
         with self._lock:
             copy = self._begun[serial]
             ended = copy.end_one(is_done, busy_s)
@@ -106,7 +106,7 @@ class RankedBlocks(DeviceBlocks):
         self._ranks = ranks
 
     def mark_written(self, slots: Slots) -> None:
-        """Bytes have landed in `slots`, on every rank."""
+        """A link or copy wrote to `slots`, on every rank."""
         super().mark_written(slots)
         numbers = np.ascontiguousarray(slots, dtype=np.int64)
         self._ranks.tell(RankMessage.MARK, numbers.data.cast("B"))
@@ -115,8 +115,8 @@ class RankedBlocks(DeviceBlocks):
 class ParallelCopier:
     """The `DeviceCopier` of an engine with several ranks, for one slab.
 
-    A job is done when every rank has copied its part, failed when one could not, and reported
-    only when none touches its slots any more.
+    A job is done when every rank has copied its part, and failed when one could not. It is
+    reported only when no rank touches its slots any more.
     """
 
     def __init__(self, copies: RankCopies, own: DeviceCopier, slab: int) -> None:
@@ -126,14 +126,14 @@ class ParallelCopier:
         self._is_open = True
 
     def start(self, transfer: TransferJob, report: Report) -> None:
-        """Have every rank copy its part."""
+        """Let every rank copy its part."""
         copies = self._copies
         serial = copies.begin(transfer, report)
         copies.ranks.tell(RankMessage.COPY, CopyBlocks(serial, self._slab, transfer).pack())
         self._own.start(transfer, partial(self._ended, serial))
 
     def close(self) -> None:
-        """Let every rank's copier end. Calling it twice is safe."""
+        """End the copiers of all ranks. Calling it twice is safe."""
         self._own.close()
         if self._is_open:
             self._is_open = False

@@ -1,8 +1,8 @@
 """The collectives of the ranks of one engine: torch.distributed with gloo or NCCL.
 
-All ranks call the same collectives in the same order, because all run the same steps. A rank that
-is gone makes a gloo call raise; one that hangs makes every rank wait, which the engine's step
-watchdog ends.
+All ranks call the same collectives in the same order, because all run the same steps. If a rank
+is gone, a gloo call raises an error. If a rank hangs, every rank waits, until the engine's step
+watchdog ends the engine.
 """
 
 import os
@@ -18,22 +18,24 @@ from torch._C._distributed_c10d import FileStore
 from headwater.device.parallel.share import RankShare
 
 _TIMEOUT = timedelta(hours=1)
-"""Of one collective. Longer than the engine's step timeout, which is the one that counts."""
+"""Timeout of one collective. It is longer than the engine's step timeout, which normally ends
+first."""
 
 
 class RankGroup:
-    """One rank's end of the group. Every method is called by all ranks."""
+    """One rank's end of the group. All ranks call every method."""
 
     def __init__(
         self, share: RankShare, *, backend: str, store: Path, device: torch.device | None = None
     ) -> None:
-        """Meet the other ranks over the file `store`; `backend` is `gloo` or `nccl`, which needs
-        a `device` of its own for each rank."""
+        """Join the other ranks through the file `store`. `backend` is `gloo` or `nccl`; NCCL
+        needs a separate `device` for each rank."""
         self.rank, self.size = share.rank, share.size
         self.can_capture = backend == "nccl"
         """Whether collectives may be part of a captured graph."""
         if any(name == "lo" for _, name in socket.if_nameindex()):
-            # The ranks of an engine are on one machine; gloo would listen on its host name.
+            # The ranks of an engine are on one machine. Without this, gloo would listen on its
+            # host name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             backend,
@@ -49,18 +51,19 @@ class RankGroup:
         return self.rank == 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, in place where it is contiguous."""
+        """The sum of every rank's `x`, in place if it is contiguous."""
         whole = x.contiguous()
         dist.all_reduce(whole)
         return whole
 
     def join_columns(self, x: Tensor, total: int) -> Tensor:
-        """On rank 0 the ranks' parts of the last dimension side by side, `total` wide; on other
-        ranks the same where they compute on GPUs, and something of no use on CPUs."""
+        """On rank 0: the ranks' parts of the last dimension side by side, `total` wide. On
+        other ranks the same on GPUs, and an undefined result on CPUs."""
         if x.device.type == "cuda" and not self.can_capture:
             return self._sum_columns(x, total)
         width = -(-total // self.size)
-        if x.shape[-1] < width:  # parts differ by at most one; gloo wants them equal
+        # parts differ by at most one element, but gloo needs equal sizes
+        if x.shape[-1] < width:
             x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
         if x.device.type == "cuda":
             parts = x.new_empty((self.size, *x.shape))
@@ -71,7 +74,7 @@ class RankGroup:
         return x if pieces is None else self._cut(pieces, total)
 
     def all_agree(self, is_so: bool, device: torch.device) -> bool:
-        """Whether it is so on every rank."""
+        """Whether the condition is true on every rank."""
         flag = torch.full((1,), int(is_so), dtype=torch.int32, device=device)
         return int(self.sum(flag)) == self.size
 
@@ -85,7 +88,7 @@ class RankGroup:
             dist.destroy_process_group()
 
     def _sum_columns(self, x: Tensor, total: int) -> Tensor:
-        """The same by a sum with zeros: gloo has no other collective for memory of GPUs."""
+        """The same by a sum with zeros: gloo has no other collective for GPU memory."""
         start, end = RankShare(rank=self.rank, size=self.size).part(total)
         whole = x.new_zeros((*x.shape[:-1], total))
         whole[..., start:end] = x

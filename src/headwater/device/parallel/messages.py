@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks outside steps, and what they answer."""
+"""Messages between rank 0 and the other ranks outside steps."""
 
 import struct
 from enum import IntEnum
@@ -25,7 +25,7 @@ class LoadModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """The model is there."""
+    """The model is loaded."""
 
     free_bytes: int
     """Memory left on the rank's device."""
@@ -35,36 +35,36 @@ class MeetRanks(msgspec.Struct, frozen=True, kw_only=True):
     """Join the process group."""
 
     store: str
-    """File at which the ranks meet."""
+    """File through which the ranks join."""
 
     backend: str
 
 
 class OpenRunner(msgspec.Struct, frozen=True, kw_only=True):
-    """Make a runner of these sizes, as rank 0 does."""
+    """Create a runner of these sizes, as rank 0 does."""
 
     num_blocks: int
     block_tokens: int
     max_num_seqs: int
     max_batched_tokens: int
     min_rows: int
-    """Steps have the same number of rows on every rank, so rank 0 says how far they are padded."""
+    """Steps have the same number of rows on every rank, so rank 0 decides the padding."""
 
     contiguous_bytes: int | None = None
 
 
 class WarmPhase(IntEnum):
-    """What ranks do together before the first step, beside the steps that warm up."""
+    """What ranks do together before the first step, in addition to the warm-up steps."""
 
     CAPTURE = 1
     """Capture graphs."""
 
     CLEAR = 2
-    """Forget the steps that warmed up."""
+    """Forget the warm-up steps."""
 
 
 class MapSlab(msgspec.Struct, frozen=True, kw_only=True):
-    """Map the host memory whose file comes with this message."""
+    """Map the host memory whose file is attached to this message."""
 
     slab: int
     num_slots: int
@@ -76,7 +76,7 @@ class CopyBlocks(NamedTuple):
     """A copy between every rank's pool and one slab."""
 
     serial: int
-    """Number of the copy, which its answers repeat."""
+    """Serial number of the copy; its answers repeat it."""
 
     slab: int
     job: TransferJob
@@ -108,12 +108,12 @@ _COPIED = struct.Struct("<q?d")
 
 
 def pack_copied(completion: JobCompletion) -> bytes:
-    """The end of a copy whose job is its serial number."""
+    """The end of a copy; its job is the serial number."""
     is_done = completion.status is JobStatus.DONE
     return _COPIED.pack(completion.job, is_done, completion.busy_s)
 
 
 def unpack_copied(payload: memoryview) -> tuple[int, bool, float]:
-    """Serial number, whether it succeeded, and how long it was worked on."""
+    """Serial number, whether it succeeded, and how long it took."""
     serial, is_done, busy_s = _COPIED.unpack(payload)
     return serial, is_done, busy_s

@@ -1,7 +1,8 @@
-"""Rank 0's view of the other ranks: tell all of them, hear each of them, notice when one is lost.
+"""Rank 0's view of the other ranks: sends messages to all, receives from each, and detects lost
+ranks.
 
-One thread per rank receives. Everything a rank is told goes through `tell`, under one lock, so all
-ranks see the same messages in the same order.
+One thread per rank receives. All messages to ranks go through `tell`, under one lock, so all
+ranks get the same messages in the same order.
 """
 
 import logging
@@ -18,20 +19,20 @@ from headwater.errors import ConfigError, EngineDead
 log = logging.getLogger(__name__)
 
 _BLAME_WITHIN_S = 2.0
-"""Longest wait to learn which rank is lost, once a collective or a message has failed."""
+"""Longest wait to find out which rank is lost, after a collective or a message has failed."""
 
 OnCopied = Callable[[int, RankFrame], None]
-"""Told of the end of a copy by the rank's number, from a receiving thread."""
+"""Called at the end of a copy with the rank's number, from a receiving thread."""
 
 
 class RankProcess(Protocol):
     """The process behind a rank."""
 
     def describe_end(self) -> str:
-        """How it ended, in a few words; waits a little for it."""
+        """How it ended, in a few words; waits a short time for the end."""
 
     def kill(self) -> None:
-        """End it at once, whatever state it is in. Calling it twice is safe."""
+        """Kill it in any state. Calling it twice is safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks but rank 0. Close it to end them."""
+    """All ranks except rank 0. Closing it ends them."""
 
     def __init__(self, ranks: Sequence[Rank], clock: Clock) -> None:
         self._ranks = tuple(ranks)
@@ -52,7 +53,7 @@ class Ranks:
         self.size = len(ranks) + 1
         self._telling = threading.Lock()
         self._heard: list[SimpleQueue[RankFrame | None]] = [SimpleQueue() for _ in ranks]
-        """Answers by rank, for `hear`; None once the rank is lost."""
+        """Answers by rank, for `hear`; None when the rank is lost."""
         self._failure: str | None = None
         self._lost = threading.Event()
         self._on_lost: Callable[[str], None] = _ignore
@@ -65,11 +66,11 @@ class Ranks:
 
     @property
     def failure(self) -> str | None:
-        """Why the ranks cannot go on; None while all live."""
+        """Why the ranks cannot continue; None while all live."""
         return self._failure
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` once with a sentence, from any thread, when a rank is lost."""
+        """Call `tell` once with the reason, from any thread, when a rank is lost."""
         self._on_lost = tell
         if self._failure is not None:
             tell(self._failure)
@@ -81,7 +82,7 @@ class Ranks:
     def tell(
         self, kind: RankMessage, payload: bytes | memoryview = b"", files: Sequence[int] = ()
     ) -> None:
-        """Send the same to every rank. Raises EngineDead if one is lost."""
+        """Send the same message to every rank. Raises EngineDead if one is lost."""
         self.tell_each(kind, [payload] * len(self._ranks), files)
 
     def tell_each(
@@ -99,8 +100,8 @@ class Ranks:
                     raise self._untold(rank, exc) from exc
 
     def hear(self, kind: RankMessage, *, timeout_s: float) -> list[memoryview]:
-        """One answer of this kind from every rank. Raises ConfigError with the sentence of a rank
-        that failed, or where one does not answer in time."""
+        """One answer of this kind from every rank. Raises ConfigError with the reason if a rank
+        failed or did not answer in time."""
         end_s = self._clock.now() + timeout_s
         payloads = []
         for rank, heard in zip(self._ranks, self._heard, strict=True):
@@ -121,14 +122,14 @@ class Ranks:
         return payloads
 
     def cause_of(self, error: Exception) -> Exception:
-        """What to raise where a collective or a message failed: EngineDead with the sentence of
-        the rank that is lost, or `error` itself where all ranks live."""
-        # This rank's call may fail before the thread has seen the end of the rank that caused it.
+        """The error to raise after a collective or a message failed: EngineDead with the reason
+        of the lost rank, or `error` itself if all ranks live."""
+        # This rank's call may fail before the thread has noticed the lost rank.
         self._lost.wait(_BLAME_WITHIN_S)
         return error if self._failure is None else EngineDead(self._failure)
 
     def close(self) -> None:
-        """End every rank at once: they hold nothing that must be saved. Calling it twice is safe."""
+        """Kill every rank: they hold nothing that must be saved. Calling it twice is safe."""
         self._is_closing = True
         for rank in self._ranks:
             rank.channel.close()
@@ -142,7 +143,7 @@ class Ranks:
         return EngineDead(f"rank {rank.number} of {self.size} takes no messages: {error}")
 
     def _receive(self, at: int, rank: Rank) -> None:
-        """Until the rank is gone."""
+        """Receive until the rank is gone."""
         sentence = ""
         try:
             while True:
@@ -167,17 +168,18 @@ class Ranks:
         failure = f"rank {rank.number} of {self.size} failed: {sentence}"
         with self._telling:
             if self._failure is not None:
-                return  # the first one is the cause; the others follow from it
+                return  # the first lost rank is the cause; the others follow
             self._failure = failure
         log.critical("a rank is lost: rank=%d size=%d: %s", rank.number, self.size, sentence)
-        # The engine first: a step that waits for the event finds that the engine has failed.
+        # The engine first: a step that waits for the event then finds that the engine has
+        # failed.
         self._on_lost(failure)
         self._lost.set()
 
 
 def _ignore(sentence: str) -> None:
-    """Before the engine listens."""
+    """Used before the engine is connected."""
 
 
 def _drop_copied(rank: int, frame: RankFrame) -> None:
-    """Before there is a copier, no copy was asked for."""
+    """Used before a copier exists: no copy was started."""

@@ -29,14 +29,14 @@ class ParallelRunner:
         own.announce_warm = self._announce_warm
 
     def submit(self, batch: ScheduledBatch) -> None:
-        """Have every rank compute the step."""
+        """Let every rank compute the step."""
         try:
             self._own.submit(batch)
         except RuntimeError as exc:
             raise self._ranks.cause_of(exc) from exc
 
     def collect(self) -> StepResult:
-        """The result of the oldest step not yet collected."""
+        """The result of the oldest step in flight."""
         try:
             return self._own.collect()
         except RuntimeError as exc:
@@ -49,7 +49,7 @@ class ParallelRunner:
         self._own.close()
 
     def _announce(self, batch: ScheduledBatch, tokens: Tokens) -> None:
-        """Tell the ranks of a step just before it is computed here."""
+        """Send a step to the ranks just before it is computed here."""
         self._ranks.tell(RankMessage.STEP, self._packer.pack(batch, tokens))
 
     def _announce_warm(self, phase: WarmPhase) -> None:

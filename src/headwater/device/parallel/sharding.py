@@ -6,9 +6,10 @@
     experts     every expert is split like an MLP; the router is on every rank
     embedding   part of the vocabulary, results summed      output layer: logits joined on rank 0
 
-`split` only cuts weights, so what follows (packing, moving to a device) sees ordinary modules that
-compute partial results. `connect` adds the collectives afterwards. Layers are recognised by the
-names of their parts; one with unknown parts is refused, because it would come out wrong.
+`split` only cuts weights, so what follows (packing, moving to a device) sees ordinary modules
+that compute partial results. `connect` adds the collectives afterwards. Layers are recognised
+by the names of their parts. A layer with unknown parts is refused, because its result would be
+wrong.
 
 transformers' own `tp_plan` names the same splits but has no rule for fewer KV heads than ranks,
 and gathers Q, K and V of families with joint projections on every rank, KV included. So the names
@@ -28,7 +29,7 @@ from headwater.errors import ModelError
 
 _INPUTS = ("qkv_proj", "q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "dense")
-"""Names of the linear layers of attention: before it, and the one after it."""
+"""Names of the linear layers before attention, and of the one after it."""
 
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -36,17 +37,17 @@ _MLPS = (
     ("fc1", "fc2"),
     ("c_fc", "c_proj"),
 )
-"""Names of the layers of an MLP: those that widen, then the one that narrows."""
+"""Names of the layers of an MLP: those before the activation, then the one after it."""
 
 _WHOLE = ("gate", "router", "shared_expert_gate")
-"""Linear layers of a block of experts that every rank has whole."""
+"""Linear layers in a block of experts that every rank has completely."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads")
 _EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "expert_dim")
 
 
 class SplitEmbedding(nn.Module):
-    """A part of the vocabulary; tokens of other parts are zeros until the ranks are summed."""
+    """A part of the vocabulary; tokens of other parts give zeros, and the ranks are summed."""
 
     def __init__(self, inner: nn.Embedding, share: RankShare) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class SplitEmbedding(nn.Module):
 
 
 class SplitNorm(nn.Module):
-    """A root-mean-square norm over the heads of all ranks, as OLMo 2 has it for Q and K."""
+    """A root-mean-square norm over the heads of all ranks, as OLMo 2 has for Q and K."""
 
     def __init__(self, norm: nn.Module, mine: Range, copies: int) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ def split(module: nn.Module, share: RankShare) -> None:
 
 
 def own_heads(module: nn.Module) -> int:
-    """Query heads that are here: all, or this rank's where the model was split."""
+    """Query heads on this rank."""
     parts: Any = module
     attention = getattr(parts.model.layers[0], "self_attn", None)
     config = getattr(attention, "config", None) or parts.config
@@ -136,7 +137,7 @@ def connect(module: nn.Module, group: RankGroup) -> None:
 
 
 def _parts_of(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The attention of a decoder layer, and what follows it: an MLP or a block of experts."""
+    """The attention of a decoder layer, and the MLP or block of experts after it."""
     children = {
         name: child
         for name, child in layer.named_children()
@@ -189,7 +190,8 @@ def _split_attention(module: nn.Module, share: RankShare, *, heads: int, kv_head
 
 
 def _split_latent_attention(module: nn.Module, share: RankShare, *, heads: int) -> None:
-    """Heads of this rank. What makes the latent is on every rank, as is the latent itself."""
+    """Keep the heads of this rank. The projections to the latent, and the latent itself, are on
+    every rank."""
     parts: Any = module
     first, end = share.heads(heads)
     query = "q_b_proj" if parts.q_lora_rank is not None else "q_proj"
@@ -204,7 +206,7 @@ def _split_latent_attention(module: nn.Module, share: RankShare, *, heads: int) 
 
 
 def _set_head_counts(attention: Any, heads: int, kv_heads: int) -> None:  # noqa: ANN401 - a module of transformers'
-    """Model code that looks for head counts finds those of this rank."""
+    """Set the head counts of this rank for model code that reads them."""
     config = copy.copy(attention.config)
     config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
     attention.config = config
@@ -218,7 +220,8 @@ def _set_head_counts(attention: Any, heads: int, kv_heads: int) -> None:  # noqa
 
 
 def _split_norm(attention: Any, name: str, mine: Range, size: int, *, copies: int) -> None:  # noqa: ANN401 - as above
-    """A norm of single heads stays; one with weights by head is cut; one over all is summed."""
+    """A norm of single heads is unchanged; one with weights per head is cut; one over all heads
+    is summed."""
     norm = getattr(attention, name, None)
     weight = getattr(norm, "weight", None)
     if norm is None or not isinstance(weight, Tensor) or weight.shape == (size,):
@@ -230,7 +233,8 @@ def _split_norm(attention: Any, name: str, mine: Range, size: int, *, copies: in
 
 
 def _split_block(block: nn.Module, share: RankShare) -> None:
-    """Cut every MLP and every expert below `block`; what is left must be known to be whole."""
+    """Cut every MLP and every expert below `block`; all other parts must be known to be
+    unsplit."""
     done: set[nn.Module] = set()
     for part in block.modules():
         if _split_experts(part, share):
@@ -247,7 +251,7 @@ def _split_block(block: nn.Module, share: RankShare) -> None:
 
 
 def _split_mlp(module: nn.Module, share: RankShare) -> list[nn.Module]:
-    """The linear layers that were cut; none if `module` is no MLP."""
+    """The linear layers that were cut; empty if `module` is not an MLP."""
     parts: Any = module
     if hasattr(parts, "gate_up_proj") and isinstance(parts.gate_up_proj, nn.Linear):
         inner = parts.gate_up_proj.out_features // 2
@@ -268,13 +272,13 @@ def _split_mlp(module: nn.Module, share: RankShare) -> list[nn.Module]:
 
 
 def _split_experts(module: nn.Module, share: RankShare) -> bool:
-    """Cut each expert like an MLP; whether `module` holds experts."""
+    """Cut each expert like an MLP. Returns whether `module` holds experts."""
     parts: Any = module
     gate_up, down = getattr(parts, "gate_up_proj", None), getattr(parts, "down_proj", None)
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.dim() != 3:
         return False
     bias = getattr(parts, "gate_up_proj_bias", None)
-    if bias is not None:  # GPT-OSS: inputs first, gate and up in turn
+    if bias is not None:  # GPT-OSS: inputs first, gate and up interleaved
         inner = down.shape[1]
         start, end = share.part(inner)
         parts.gate_up_proj = _parameter(gate_up[:, :, 2 * start : 2 * end])
@@ -316,7 +320,7 @@ def _linear(parent: Any, name: str) -> nn.Linear:  # noqa: ANN401 - a module of 
 
 
 def _keep_rows(linear: nn.Linear, *wanted: Range) -> None:
-    """Keep these outputs of a linear layer, side by side."""
+    """Keep these outputs of a linear layer."""
     weights = [linear.weight[start:end] for start, end in wanted]
     linear.weight = _parameter(weights[0] if len(weights) == 1 else torch.cat(weights))
     if linear.bias is not None:
@@ -325,7 +329,7 @@ def _keep_rows(linear: nn.Linear, *wanted: Range) -> None:
 
 
 def _keep_columns(linear: nn.Linear, wanted: Range, share: RankShare) -> None:
-    """Keep these inputs; the ranks' results are summed, so only one of them adds the bias."""
+    """Keep these inputs. The ranks' results are summed, so only one of them adds the bias."""
     linear.weight = _parameter(linear.weight[:, wanted[0] : wanted[1]])
     linear.in_features = wanted[1] - wanted[0]
     if not share.is_first:

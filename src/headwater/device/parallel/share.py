@@ -1,4 +1,4 @@
-"""Which part of a model one rank has: arithmetic over head counts, and nothing else.
+"""The part of a model on one rank, calculated from head counts.
 
     8 query heads, 4 KV heads, 2 ranks      rank 0: q 0-3, kv 0-1     rank 1: q 4-7, kv 2-3
     8 query heads, 2 KV heads, 4 ranks      rank 0: q 0-1, kv 0       rank 1: q 2-3, kv 0   …
@@ -39,7 +39,8 @@ class RankShare:
         return self.part(heads)
 
     def kv_heads(self, kv_heads: int) -> Range:
-        """This rank's KV heads; several ranks share one where there are fewer than ranks."""
+        """This rank's KV heads. Several ranks share one if there are fewer KV heads than
+        ranks."""
         if kv_heads % self.size == 0:
             return self.part(kv_heads)
         if self.size % kv_heads == 0:
@@ -51,9 +52,10 @@ class RankShare:
         )
 
     def copies(self, kv_heads: int) -> int:
-        """On how many ranks each KV head is."""
+        """Number of ranks that have each KV head."""
         return max(1, self.size // kv_heads)
 
     def writes_kv(self, kv_heads: int) -> bool:
-        """Whether this rank writes its KV heads to lower tiers: one of those that have them."""
+        """Whether this rank writes its KV heads to lower tiers; only one of the ranks with the
+        same heads does."""
         return self.rank % self.copies(kv_heads) == 0

@@ -1,12 +1,13 @@
-"""A step as one packed message: what a rank needs of a `ScheduledBatch`, as 32-bit integers.
+"""A step as one packed message: the part of a `ScheduledBatch` that a rank needs, as 32-bit
+integers.
 
     header | rows: number, context, carry, table length | query starts | sampled
            | scored: row, places | tokens | positions | block tables that changed
 
 A rank neither samples nor knows requests: rows have numbers instead of names, and parameters,
-grammars and histories stay on rank 0. A block table is sent when it is another array than in the
-step before: sequences only ever append to theirs, and get another array when they do. Most decode
-steps send none.
+grammars and histories stay on rank 0. A block table is sent only if it is another array than in
+the previous step: a sequence gets a new array when it appends to its table. Most decode steps
+send none.
 """
 
 from itertools import accumulate, count, pairwise
@@ -23,7 +24,7 @@ _HEADER = 6
 """Step, rows, tokens, sampled rows, scored rows, slots in the tables that are sent."""
 
 _SAME = -1
-"""Length of a table that the rank has from the step before."""
+"""Stands for a table that the rank has from the previous step."""
 
 Ints32 = NDArray[np.int32]
 
@@ -33,11 +34,12 @@ class StepPacker:
 
     def __init__(self) -> None:
         self._known: dict[RequestId, tuple[int, Slots]] = {}
-        """Number and block table of each row of the step before."""
+        """Number and block table of each row of the previous step."""
         self._next = count()
 
     def pack(self, batch: ScheduledBatch, tokens: Tokens) -> memoryview:
-        """The message of `batch`; `tokens` are its own, with those carried that are known."""
+        """The message of `batch`; `tokens` are its tokens, with the known carried ones filled
+        in."""
         numbers, widths, sent = self._rows(batch)
         header = (
             batch.step & 0x7FFFFFFF,
@@ -89,12 +91,12 @@ class StepUnpacker:
         self._numbers: list[int] = []
         self._names: list[RequestId] = []
         self._tables: list[Slots] = []
-        """Of the rows of the step before."""
+        """Names and tables of the rows of the previous step."""
 
     def unpack(self, payload: memoryview) -> ScheduledBatch:
         """The batch of a message, as far as a rank needs it.
 
-        Every rank does this before it computes, so it is plain slicing: numpy's own `split` and
+        Every rank does this before it computes, so it uses plain slicing: numpy's `split` and
         `cumsum` take longer than everything here.
         """
         ints: Ints32 = np.frombuffer(payload, dtype=np.int32)

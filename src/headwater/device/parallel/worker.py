@@ -1,4 +1,5 @@
-"""A rank other than the first: does what rank 0 tells it, in order, and decides nothing."""
+"""A rank other than the first: executes the messages of rank 0 in order, and decides
+nothing."""
 
 import logging
 import threading
@@ -44,12 +45,12 @@ from headwater.transfer.slab import HostSlab
 log = logging.getLogger(__name__)
 
 _BLAME_AFTER_S = 1.0
-"""A collective fails on every rank when one is gone. The others report it this much later, so
-that rank 0 has seen by then which rank is gone."""
+"""When a rank is gone, a collective fails on every rank. The others report it this much later,
+so that rank 0 first sees which rank is gone."""
 
 
 class RankWorker:
-    """Turns messages into calls. One thread, except for the ends of copies."""
+    """Executes messages. One thread, except for the ends of copies."""
 
     def __init__(self, channel: RankChannel, clock: Clock) -> None:
         self._channel = channel
@@ -63,7 +64,7 @@ class RankWorker:
         self._copiers: dict[int, DeviceCopier] = {}
 
     def run(self) -> int:
-        """Until rank 0 is gone; the exit code."""
+        """Run until rank 0 is gone; return the exit code."""
         try:
             while True:
                 self._do(self._channel.receive())
@@ -101,7 +102,7 @@ class RankWorker:
                 self._set_up(frame)
 
     def _set_up(self, frame: RankFrame) -> None:
-        """What is told before there is a runner, and for another model."""
+        """Messages before there is a runner, and for another model."""
         match frame.kind:
             case RankMessage.LOAD:
                 self._load(msgspec.json.decode(frame.payload, type=LoadModel))
@@ -161,7 +162,7 @@ class RankWorker:
         self._answer(RankMessage.MAPPED)
 
     def _copied(self, completion: JobCompletion) -> None:
-        """From a copier's thread."""
+        """Called from a copier's thread."""
         self._answer(RankMessage.COPIED, pack_copied(completion))
 
     def _answer(self, kind: RankMessage, payload: bytes = b"") -> None:
@@ -172,4 +173,4 @@ class RankWorker:
         try:
             self._answer(RankMessage.FAILED, sentence.encode())
         except OSError:
-            log.debug("rank 0 is gone, and is told nothing")
+            log.debug("rank 0 is gone; the message was dropped")

@@ -1,1 +1,1 @@
-"""Quantised weights: the formats that models are published in, and what they become in memory."""
+"""Quantised weights: the published formats, and their forms in memory."""

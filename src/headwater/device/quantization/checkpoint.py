@@ -1,7 +1,7 @@
 """Reads the weights of a quantised model: each linear layer as a `QuantizedMatrix`.
 
-Names, types and shapes are compared with the configuration before any number is read, so that a
-folder that does not fit is refused with the tensor's name.
+Names, types and shapes are compared with the configuration before any weight is read, so that a
+folder that does not fit is refused with the name of the tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +40,8 @@ class _Layer:
 
 
 class QuantizedCheckpoint:
-    """The files of a quantised model; a ModelError if they do not fit their configuration."""
+    """The files of a quantised model. Raises ModelError if they do not fit their
+    configuration."""
 
     def __init__(self, folder: Path, quantization: Quantization) -> None:
         self._file_of: dict[str, Path] = {}
@@ -180,7 +181,7 @@ class QuantizedCheckpoint:
             )
 
     def _check_rest(self) -> None:
-        """Everything else is a plain tensor, or belongs to a layer that is there."""
+        """Everything else is a plain tensor, or belongs to an existing layer."""
         for name, tensor in self._tensors.items():
             module = name.rpartition(".")[0]
             if name.endswith(BESIDE_SUFFIXES):
@@ -222,7 +223,7 @@ class QuantizedCheckpoint:
         )
 
     def _true_inputs(self, layer: _Layer) -> int:
-        """Inputs of the layer as the file says, which must be those of the packed integers."""
+        """Inputs of the layer from the file; they must match those of the packed integers."""
         name = f"{layer.name}.weight_shape"
         if name in self._tensors:
             told = self._read(name).tolist()

@@ -1,9 +1,9 @@
 """Makes a transformers model from quantised weights.
 
-On a CPU every weight is turned back to the serving dtype. On a GPU linear layers keep theirs as it
-is stored; experts, and what no kernel takes, are turned back there too. transformers gets the
-weights under the names of a plain model, so what it does to them (joining experts, tying
-embeddings) stays its own. For a weight that is kept it gets one number that stands for all.
+On a CPU every weight is dequantised to the serving dtype. On a GPU linear layers keep their
+stored format; experts, and formats without a kernel, are dequantised there too. transformers
+gets the weights under the names of a plain model, so it still joins experts and ties embeddings
+itself. For a weight that is kept, it gets a placeholder of one element.
 """
 
 import logging
@@ -31,9 +31,10 @@ def load_quantized(
     kept_on: torch.device | None,
     **loading: object,
 ) -> tuple[Any, Any]:
-    """A model, and what transformers says about its loading.
+    """A model, and transformers' report about its loading.
 
-    `kept_on` is the GPU that keeps weights as they are stored; None turns all of them back.
+    `kept_on` is the GPU on which weights keep their stored format; None dequantises all of
+    them.
     """
     config = plain_config(folder)
     target = serving_dtype(config, dtype)
@@ -59,19 +60,20 @@ def load_quantized(
 
 
 def _is_kept(layer: str, matrix: QuantizedMatrix) -> bool:
-    from headwater.device.gpu.quantized import can_stay  # Triton is only where a GPU is
+    # Triton is installed only with GPU support
+    from headwater.device.gpu.quantized import can_stay
 
     return ".experts." not in layer and can_stay(matrix)
 
 
 def _replace(module: nn.Module, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
-    """Put a quantised layer in the place of a linear one."""
+    """Replace a linear layer by a quantised one."""
     from headwater.device.gpu.quantized import QuantizedLinear, quantized_weight
 
     parent, _, own = name.rpartition(".")
     plain: Any = module.get_submodule(name)
     if not isinstance(plain, nn.Linear):
-        raise ModelError(f"{name} is quantised, and is no linear layer of the model")
+        raise ModelError(f"{name} is quantised, but it is not a linear layer of the model")
     found: Any = plain.bias
     bias = None if found is None else found.data.to(matrix.codes.device)
     quantized = QuantizedLinear(quantized_weight(matrix, dtype), bias)
@@ -86,7 +88,7 @@ def plain_config(folder: Path) -> PretrainedConfig:
 
 
 def serving_dtype(config: PretrainedConfig, asked: torch.dtype | str) -> torch.dtype:
-    """The dtype that is asked for, else the config's, else bfloat16."""
+    """The requested dtype, otherwise that of the config, otherwise bfloat16."""
     if isinstance(asked, torch.dtype):
         return asked
     named = getattr(config, "dtype", None)
@@ -96,7 +98,7 @@ def serving_dtype(config: PretrainedConfig, asked: torch.dtype | str) -> torch.d
 def model_from(
     state: dict[str, Tensor], config: PretrainedConfig, **loading: object
 ) -> tuple[Any, Any]:
-    """A transformers model of these weights, and what is said about its loading."""
+    """A transformers model of these weights, and the report about its loading."""
     loader: Any = AutoModelForCausalLM
     kind = loader._model_mapping[type(config)]
     made, found = kind.from_pretrained(

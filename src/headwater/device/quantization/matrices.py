@@ -1,4 +1,4 @@
-"""A quantised weight in memory, whatever format it was stored in.
+"""A quantised weight in memory, independent of its file format.
 
 Both kinds are `[outputs, inputs]` like the weight of `nn.Linear`.
 """
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 UNSIGNED_ZERO = 8
-"""The 4-bit code that stands for zero where a group has no zero point of its own."""
+"""The 4-bit code for zero in a group without a zero point of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fp8Matrix:
-    """e4m3 numbers and a scale for each block of them: the tensor, a row, or 128 x 128."""
+    """e4m3 elements with a scale for each block of them: the tensor, a row, or 128 x 128."""
 
     codes: Tensor
     """`[outputs, inputs]`, float8_e4m3fn."""
@@ -33,7 +33,7 @@ class Fp8Matrix:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight it stands for, rounded to `dtype` once."""
+        """The dequantised weight, rounded to `dtype` once."""
         outputs, inputs = self.codes.shape
         scales = self.scales.repeat_interleave(self.block[0], 0)[:outputs]
         scales = scales.repeat_interleave(self.block[1], 1)[:, :inputs]
@@ -51,10 +51,10 @@ class Int4Matrix:
     """`[outputs, groups]`, float32."""
 
     zeros: Tensor | None
-    """`[outputs, groups]`, uint8; None is 8 everywhere."""
+    """`[outputs, groups]`, uint8; None means 8 everywhere."""
 
     groups: Tensor | None = None
-    """Group of each input where they are not in order (activation order)."""
+    """Group of each input, if groups are not in order (activation order)."""
 
     @property
     def shape(self) -> torch.Size:
@@ -73,7 +73,7 @@ class Int4Matrix:
         )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight it stands for, rounded to `dtype` once."""
+        """The dequantised weight, rounded to `dtype` once."""
         group_of = self.groups
         if group_of is None:
             group_of = torch.arange(self.codes.shape[1], device=self.codes.device)

@@ -1,4 +1,4 @@
-"""GPT-OSS's experts in MXFP4: checked wherever they are read, kept packed on a GPU.
+"""GPT-OSS's experts in MXFP4: always checked, and kept packed on a GPU.
 
 `experts.NAME_blocks` is `[experts, outputs, groups, 16]` bytes, `experts.NAME_scales` has an exponent
 for each group of 32 inputs.
@@ -23,7 +23,7 @@ _GROUP_BYTES = 16
 
 
 def check_mxfp4(folder: Path) -> None:
-    """A ModelError names the first tensor that does not fit."""
+    """Raises ModelError with the name of the first tensor that does not fit."""
     tensors = {t.name: t for path in weight_files(folder) for t in stored_tensors(path)}
     blocks = [name for name in tensors if name.endswith(_BLOCKS)]
     if not blocks:
@@ -51,7 +51,7 @@ def _check_pair(blocks: StoredTensor, scales: StoredTensor | None) -> None:
 def load_packed(
     folder: Path, dtype: torch.dtype | str, device: torch.device, **loading: object
 ) -> tuple[Any, Any]:
-    """A model whose experts stay packed on `device`, and what is said about its loading."""
+    """A model whose experts stay packed on `device`, and the report about its loading."""
     config = plain_config(folder)
     target = serving_dtype(config, dtype)
     state: dict[str, Tensor] = {}

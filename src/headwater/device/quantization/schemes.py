@@ -1,7 +1,7 @@
 """Reads `quantization_config` of a model's config.json: how its linear layers are stored.
 
-`compressed-tensors` parses its own configurations; the others are small enough to read here. A
-scheme that is not served is refused by name.
+The package `compressed-tensors` parses its own configurations; the other ones are read here. A
+scheme that is not supported is refused by name.
 """
 
 import re
@@ -17,7 +17,7 @@ METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 
 
 class Storage(StrEnum):
-    """Which tensors a linear layer is stored as."""
+    """The tensors in which a linear layer is stored."""
 
     FP8 = "fp8"
     PACKED = "pack-quantized"
@@ -26,15 +26,15 @@ class Storage(StrEnum):
 
 
 MAIN_SUFFIXES = {".weight_packed": Storage.PACKED, ".qweight": Storage.GPTQ}
-"""By the suffix of a layer's main tensor: how the layer is stored (AWQ's suffix is GPTQ's). An
-e4m3 `.weight` is fp8."""
+"""By the suffix of a layer's main tensor: how the layer is stored. (AWQ's suffix is the same as
+GPTQ's.) An e4m3 `.weight` is fp8."""
 
 BESIDE_SUFFIXES = (
     *(".weight_scale", ".weight_scale_inv", ".weight_shape", ".weight_zero_point"),
     *(".weight_g_idx", ".input_scale", ".input_zero_point", ".qzeros", ".scales", ".g_idx"),
     *(".k_scale", ".v_scale", ".output_scale"),
 )
-"""Tensors beside a layer's main one that no plain model has."""
+"""Further tensors of a layer that a plain model does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,16 @@ class Scheme:
     """Names of modules, `re:` patterns, or `Linear` for all."""
 
     group_size: int | None = None
-    """Inputs that share a scale; None is a whole row."""
+    """Inputs that share a scale; None means a whole row."""
 
     block: tuple[int, int] | None = None
-    """Outputs and inputs that share a scale, where both are limited."""
+    """Outputs and inputs that share a scale, if both are limited."""
 
     has_zeros: bool = False
     """Whether groups have zero points of their own."""
 
     zero_offset: int = 0
-    """What is added to a stored zero point: the first GPTQ format stores one less."""
+    """Value added to a stored zero point: the first GPTQ format stores one less."""
 
     def covers(self, module: str) -> bool:
         """Whether a module of this name has this scheme."""
@@ -70,7 +70,7 @@ class Quantization:
     schemes: tuple[Scheme, ...]
 
     def scheme_of(self, module: str, storage: Storage) -> Scheme | None:
-        """The scheme of a layer that is stored in this way; None if the config has none."""
+        """The scheme of a layer with this storage; None if the config has none."""
         for scheme in self.schemes:
             if scheme.storage is storage and scheme.covers(module):
                 return scheme
@@ -78,13 +78,13 @@ class Quantization:
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Whether the experts are stored as GPT-OSS publishes them."""
+    """Whether the experts are stored in GPT-OSS's published format."""
     return _method(config) == "mxfp4"
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """The model's quantization; None if its weights are plain. A ModelError names what is
-    not served."""
+    """The model's quantisation; None if its weights are plain. Raises ModelError for what is
+    not supported."""
     method = _method(config)
     if method is None or method == "mxfp4":
         return None

@@ -1,4 +1,4 @@
-"""4-bit codes out of the 32-bit integers that files hold them in.
+"""Unpacks 4-bit codes from the 32-bit integers of weight files.
 
 GPTQ   `[inputs / 8, outputs]`   nibble i is input 8 r + i
 AWQ    `[inputs, outputs / 8]`   nibble i is output 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
