@@ -1,8 +1,8 @@
-"""Executors for the mover that do their work when told to, and make every mistake.
+"""Executors for the mover that work when the test says so, and can make every mistake.
 
 They copy the very bytes that an `EchoRunner` reads, so a block that is copied too early, too
 late or to the wrong place changes the tokens that come out. They need neither torch nor
-threads; what ends when is the test's choice.
+threads; the test decides what ends when.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,17 +33,17 @@ class EchoCopier:
         self._host = slab.rows
         self.held = held
         self.pending: dict[JobId, tuple[TransferJob, Report]] = {}
-        """Started and not finished, oldest first."""
+        """Jobs that are started but not finished, oldest first."""
         self.started: list[TransferJob] = []
         self.dooms: Callable[[TransferJob], bool] = lambda transfer: False
-        """Whether a job that is being started is one that will fail."""
+        """Decides for a job that is being started whether it will fail."""
         self.doomed: set[JobId] = set()
         self.block_s = 0.0
-        """How long it says that a block took."""
+        """The time that it reports for a block."""
         self.closed = False
 
     def start(self, transfer: TransferJob, report: Report) -> None:
-        """Take a job."""
+        """Start a job."""
         self.started.append(transfer)
         self.pending[transfer.job] = transfer, report
         if self.dooms(transfer):
@@ -73,15 +73,15 @@ class EchoCopier:
         report(JobCompletion(job, ending, count, busy_s=count * self.block_s, reason=reason))
 
     def arrive(self, job: JobId) -> None:
-        """A runner waits for the layers of `job`: they have arrived, though the loop was not told yet.
-        Of one that is doomed they never are, and the runner goes on."""
+        """A runner waits for the layers of `job`: they have arrived, although the loop has not
+        been told. Layers of a job that will fail never arrive, and the runner continues."""
         if job in self.pending and job not in self.doomed:
             transfer, _ = self.pending[job]
             source, target = self._sides(transfer)
             target[transfer.target_slots] = source[transfer.source_slots]
 
     def scribble(self, job: JobId) -> None:
-        """Write garbage to all targets of a job that is not finished, as a late executor may."""
+        """Write garbage to all targets of an unfinished job, as a late executor may do."""
         transfer, _ = self.pending[job]
         self._sides(transfer)[1][transfer.target_slots] = _GARBAGE
 
@@ -103,11 +103,11 @@ class HeldWorkers(StorageWorkers):
         super().__init__(backend, slab, clock, num_threads=0)
         self.held = held
         self.tasks: list[Task] = []
-        """Started and not run, oldest first."""
+        """Tasks that are started but not run, oldest first."""
         self.started: list[Plan] = []
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Take what a step wants."""
+        """Take the tasks of a step."""
         self.started += [task.plan for task in tasks]
         self.tasks += tasks
         if not self.held:

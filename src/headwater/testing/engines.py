@@ -34,7 +34,8 @@ _TEMPLATE = (
 )
 
 VOCAB_SIZE = 256
-"""Echo engines choose bytes only, so that their text shows every kind of broken character."""
+"""Echo engines sample only bytes, so that their text contains every kind of broken
+character."""
 
 
 def make_echo_core(
@@ -66,7 +67,7 @@ def make_echo_core(
 
 
 def make_echo_info(model_dir: str = "", **changes: Any) -> EngineInfo:  # noqa: ANN401 -- typed by EngineInfo
-    """What an echo engine says of itself."""
+    """The description of an echo engine."""
     info = EngineInfo(
         model_name="echo",
         model_dir=model_dir,
@@ -82,7 +83,7 @@ def make_echo_info(model_dir: str = "", **changes: Any) -> EngineInfo:  # noqa: 
 
 
 def make_tokenizer_folder(folder: Path, *, template: str | None = _TEMPLATE) -> Path:
-    """Write a byte-level tokenizer, and a chat template, as a model directory has them."""
+    """Write a byte-level tokenizer and a chat template, in the form of a model directory."""
     folder.mkdir(parents=True, exist_ok=True)
     signs = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of_sign)
     fast = Tokenizer(
@@ -114,7 +115,7 @@ class EchoEngine:
         self._loop: asyncio.Task[None] | None = None
 
     def hold(self) -> None:
-        """Stop stepping, as an engine in an endless step would."""
+        """Stop stepping, like an engine in an endless step."""
         self._flowing.clear()
 
     def flow(self) -> None:
@@ -122,7 +123,7 @@ class EchoEngine:
         self._flowing.set()
 
     def die(self, reason: str) -> None:
-        """Be gone, and tell everyone."""
+        """End, and report it to all clients."""
         self.dead = reason
         for mailbox in self._mailboxes.values():
             mailbox.fail(EngineDead(reason))
@@ -183,7 +184,7 @@ class EchoEngine:
 
 
 def _byte_of_sign(sign: str) -> int:
-    """The byte a sign of the byte-level alphabet stands for."""
+    """The byte of a character of the byte-level alphabet."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     code = ord(sign)
@@ -191,8 +192,8 @@ def _byte_of_sign(sign: str) -> int:
 
 
 def _build(start: EngineStart) -> tuple[EngineCore, EngineInfo]:
-    """Build from `{"fail": …, "raise": …, "hang_after_s": …}`, so that tests can ask for a bad
-    start, or for a device whose first step never ends and is given up after that time."""
+    """Build from `{"fail": …, "raise": …, "hang_after_s": …}`, so that tests can request a
+    failed start, or a device whose first step never ends and is given up after that time."""
     wanted: dict[str, str] = json.loads(bytes(start.settings))
     if "fail" in wanted:
         raise ModelError(wanted["fail"])

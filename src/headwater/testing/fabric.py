@@ -1,8 +1,9 @@
-"""Everything between instances, held until the test releases it: messages, bytes, fences.
+"""Connects instances in tests: messages, bytes and fences are held until the test releases
+them.
 
-A double of control connections and links for one process and a virtual clock. The test that drives
-it chooses what arrives next, twice, late or never. It watches one thing itself: bytes may
-land only in slots that are held for them. Its links keep the contract of `link_contract`.
+It is a double of control connections and links, for one process and a virtual clock. The test
+decides what arrives next, twice, late or never. The fabric itself checks one rule: bytes may be
+written only to slots that are held for them. Its links keep the contract of `link_contract`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ Post = Callable[[object], None]
 
 
 class Host(Protocol):
-    """What the fabric knows of an instance."""
+    """What the fabric needs from an instance."""
 
     name: str
     rows: Rows
@@ -53,13 +54,13 @@ class FabricConnection:
     is_open: bool = True
 
     def name_at(self, host: str) -> str:
-        """What `host` calls the other end."""
+        """The name that `host` uses for the other end."""
         return self.server if host == self.client else f"{self.client}#{self.number}"
 
 
 @dataclass(eq=False)
 class Packet:
-    """A message on its way."""
+    """A message in transit."""
 
     connection: FabricConnection
     target: str
@@ -68,13 +69,13 @@ class Packet:
 
 @dataclass(eq=False)
 class FabricPush:
-    """A push on its way; one whose sender was told of its end may still arrive, late."""
+    """A push in transit. A push whose sender was told of its end may still arrive late."""
 
     source: str
     target: str
     push: Push
     bytes_of: list[Rows] | None = None
-    """What it carries once the sender's slots are not its own any more."""
+    """The bytes it carries after the sender's slots were reused."""
 
     num_sent: int = 0
     num_bytes: int = 0
@@ -90,7 +91,7 @@ class FabricPush:
 
 @dataclass(eq=False)
 class FabricLease:
-    """Slots that bytes may land in."""
+    """Slots to which bytes may be written."""
 
     slots: Sequence[int]
     is_fenced: bool = False
@@ -98,7 +99,7 @@ class FabricLease:
 
 
 class HeldFabric:
-    """Joins hosts by name. `packets`, `transfers` and `fences` are what is on its way."""
+    """Connects hosts by name. `packets`, `transfers` and `fences` are in transit."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, Host] = {}
@@ -113,18 +114,18 @@ class HeldFabric:
         self.fences: list[tuple[str, int]] = []
         """Link address and lease."""
         self.holds_at_once = False
-        """Whether fences hold when they begin, as those of links where nothing is landing."""
+        """Whether fences hold at once, as on links where no write is in progress."""
         self.num_bytes = 0
-        """Landed, ever."""
+        """Bytes written since the start."""
 
     def enter(self, host: Host, link: str) -> None:
-        """`host` lives from now on, and receives blocks at the address `link`."""
+        """`host` is connected from now on, and receives blocks at the address `link`."""
         self._hosts[host.name] = host
         self._addresses[link] = host.name
         self._leases[link] = {}
 
     def crash(self, name: str) -> None:
-        """`name` is gone, and with it its connections. Bytes it sent may be on their way."""
+        """`name` is gone, with its connections. Bytes that it sent may still be in transit."""
         host = self._hosts.pop(name)
         for transfer in self.transfers:
             if transfer.source == name:
@@ -138,11 +139,11 @@ class HeldFabric:
             self.fences = [entry for entry in self.fences if entry[0] != link]
 
     def connections(self) -> list[FabricConnection]:
-        """Those that are open."""
+        """The open connections."""
         return [connection for connection in self._connections if connection.is_open]
 
     def cut(self, connection: FabricConnection) -> None:
-        """End a connection; both ends learn it, and what was on its way is lost."""
+        """End a connection: both ends are told, and messages in transit are lost."""
         connection.is_open = False
         self.packets = [p for p in self.packets if p.connection is not connection]
         for name in (connection.client, connection.server):
@@ -151,7 +152,8 @@ class HeldFabric:
                 self._hosts[name].post(PeerLost(peer, Reason.LOST, connection.number))
 
     def send(self, source: str, peer: str, message: Message) -> int:
-        """From `source` to the end that it calls `peer`; the number of the connection."""
+        """Send from `source` to the end that it calls `peer`; return the number of the
+        connection."""
         connection = self._connection(source, peer)
         if connection is None:
             self._num_connections += 1
@@ -175,7 +177,7 @@ class HeldFabric:
         self.packets.remove(packet)
 
     def move(self, transfer: FabricPush) -> None:
-        """Let the next block of a push arrive; after the last its sender learns of it."""
+        """Let the next block of a push arrive; after the last one its sender is told."""
         piece = transfer.push.pieces[transfer.num_sent]
         carried = (
             self._hosts[transfer.source].rows[piece.slot]
@@ -192,29 +194,29 @@ class HeldFabric:
                 self._hosts[transfer.source].post(done)
 
     def fail(self, transfer: FabricPush, reason: PushFailure = PushFailure.LOST) -> None:
-        """Tell the sender that a push failed. What is on its way may still arrive."""
+        """Tell the sender that a push failed. Bytes in transit may still arrive."""
         if not transfer.is_late:
             host = self._hosts[transfer.source]
             self._make_late(transfer, host)
             host.post(PushFailed(transfer.push.job, reason))
 
     def repeat(self, transfer: FabricPush) -> None:
-        """Have what was sent of a push on its way once more: it arrives late, or again."""
+        """Send the bytes of a push once more: they arrive late, or again."""
         if transfer.num_sent:
             copy = FabricPush(
                 transfer.source, transfer.target, transfer.push, transfer.bytes_of
             )
-            # A late message carries the sender it came from, which may have been replaced.
+            # A late message belongs to the sender it came from, which may have been replaced.
             if not copy.is_late:
                 self._make_late(copy, self._hosts[transfer.source])
             self.transfers.append(copy)
 
     def vanish(self, transfer: FabricPush) -> None:
-        """What a late push carries arrives nowhere."""
+        """Drop the bytes of a late push."""
         self.transfers.remove(transfer)
 
     def settle_fence(self, entry: tuple[str, int]) -> None:
-        """Let a fence hold: nothing lands from now on, and the receiver learns it."""
+        """Let a fence hold: nothing is written from now on, and the receiver is told."""
         self.fences.remove(entry)
         link, number = entry
         lease = self._leases[link].pop(number)
@@ -222,13 +224,13 @@ class HeldFabric:
         self._hosts[self._addresses[link]].post(closed)
 
     def expire(self, now: float) -> None:
-        """Pushes whose deadline has come have failed."""
+        """Fail pushes whose deadline has passed."""
         for transfer in list(self.transfers):
             if not transfer.is_late and transfer.deadline_s <= now:
                 self.fail(transfer, PushFailure.TIMEOUT)
 
     def push(self, source: str, link: str, push: Push) -> None:
-        """Start a push; it fails when no receiver has that address."""
+        """Start a push. It fails if no receiver has that address."""
         if link in self._addresses and link not in self._closed:
             self.transfers.append(FabricPush(source, link, push))
         else:
@@ -242,7 +244,7 @@ class HeldFabric:
                 transfer.deadline_s = max(transfer.deadline_s, deadline_s)
 
     def cancel(self, source: str, link: str, lease: int) -> None:
-        """Pushes of `lease` that have not begun have failed, and arrive nowhere."""
+        """Fail pushes of `lease` that have not begun; their bytes do not arrive."""
         for transfer in list(self.transfers):
             mine = (transfer.source, transfer.target, transfer.push.lease)
             if mine == (source, link, lease) and not (transfer.num_sent or transfer.is_late):
@@ -250,11 +252,11 @@ class HeldFabric:
                 self.refuse(source, transfer.push, PushFailure.CANCELLED)
 
     def refuse(self, source: str, push: Push, reason: PushFailure) -> None:
-        """A push of `source` fails before anything of it is on its way."""
+        """Fail a push of `source` before anything of it is in transit."""
         self._hosts[source].post(PushFailed(push.job, reason))
 
     def close_sender(self, source: str, link: str) -> None:
-        """All pushes of one sender have failed."""
+        """Fail all pushes of one sender."""
         for transfer in list(self.transfers):
             if (transfer.source, transfer.target) == (source, link):
                 self.fail(transfer, PushFailure.CLOSED)
@@ -266,11 +268,11 @@ class HeldFabric:
             self.fence(link, number)
 
     def open_lease(self, link: str, number: int, slots: Sequence[int]) -> None:
-        """Bytes of lease `number` may land in `slots`."""
+        """Bytes of lease `number` may be written to `slots`."""
         self._leases[link][number] = FabricLease(slots)
 
     def fence(self, link: str, number: int) -> None:
-        """Begin a fence; bytes may land until it holds."""
+        """Begin a fence; bytes may be written until it holds."""
         lease = self._leases[link].get(number)
         if lease is not None and not lease.is_fenced:
             lease.is_fenced = True

@@ -1,8 +1,8 @@
-"""A storage backend that fails as a script says, and media whose bytes can be damaged.
+"""A storage backend with scripted failures, and media whose bytes can be damaged.
 
 There are two kinds of faults. Faults of calls: an error, a timeout, a call that hangs or never
-returns, a death half-way. Faults of bytes: they are done to the medium below a backend, which
-must notice them by itself.
+returns, a death in the middle. Faults of bytes: the medium below a backend is changed, and the
+backend must detect it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Fault(Enum):
-    """What goes wrong with one call."""
+    """What goes wrong in one call."""
 
     ERROR = auto()
     """It raises, having done nothing."""
@@ -28,35 +28,35 @@ class Fault(Enum):
     """It raises StorageTimeout, and is quiet."""
 
     HANG = auto()
-    """It raises StorageTimeout when its time is up, and does its work after `release()`."""
+    """It raises StorageTimeout when its time is up, and finishes its work after `release()`."""
 
     NEVER = auto()
-    """It does not return and does not raise, whatever its timeout is, before `release()`."""
+    """It neither returns nor raises before `release()`, whatever its timeout is."""
 
     REFUSED = auto()
-    """A write finds the medium full. Other calls are as usual."""
+    """A write finds the medium full. Other calls are not affected."""
 
     DIES = auto()
-    """It does half of its work and raises; so does everything after it, until `revive()`."""
+    """It does half of its work and raises; so do all later calls, until `revive()`."""
 
     TRUNCATED = auto()
     """The end of the first block is missing."""
 
     FLIPPED_BIT = auto()
-    """One bit of the first block is not what it was."""
+    """One bit of the first block is flipped."""
 
     SWAPPED = auto()
-    """The first two blocks have changed places."""
+    """The first two blocks are swapped."""
 
     OTHER_MODEL = auto()
-    """The first block is another model's, whole and under the right key."""
+    """The first block belongs to another model; it is complete and has the right key."""
 
 
 BYTE_FAULTS = (Fault.TRUNCATED, Fault.FLIPPED_BIT, Fault.SWAPPED, Fault.OTHER_MODEL)
 
 
 class Medium(Protocol):
-    """The bytes below a backend, as they are kept: header and payload of a block."""
+    """The bytes below a backend: header and payload of each block."""
 
     def fetch(self, key: BlockKey) -> bytes: ...
 
@@ -64,10 +64,10 @@ class Medium(Protocol):
 
 
 class FaultyStorage:
-    """Passes every call on to `backend`, except where the script has a fault for it.
+    """Passes every call on to `backend`, unless the script has a fault for it.
 
     The script has a list for each of `contains`, `read`, `write`, `remove`: the n-th call of
-    that name meets the n-th entry, None being none. Thread-safe.
+    that name gets the n-th entry; None means no fault. Thread-safe.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FaultyStorage:
         script: Mapping[str, Sequence[Fault | None]],
         medium: Medium | None = None,
     ) -> None:
-        """`medium` is what lies below `backend`; only faults of bytes need it."""
+        """`medium` is the medium below `backend`; only faults of bytes need it."""
         self._backend = backend
         self._script = {name: list(faults) for name, faults in script.items()}
         self._medium = medium
@@ -85,7 +85,7 @@ class FaultyStorage:
         self._dead = False
 
     def release(self) -> None:
-        """Let every call that hangs do its work now, late."""
+        """Let every hanging call finish its work now."""
         self._released.set()
 
     def revive(self) -> None:
@@ -142,7 +142,7 @@ class FaultyStorage:
         return self._backend.stats()
 
     def close(self) -> None:
-        """Ends hangs too, so that no thread is left behind."""
+        """Also ends hanging calls, so that no thread is left behind."""
         self.release()
         self._backend.close()
 
@@ -196,7 +196,7 @@ class FaultyStorage:
 
 
 def damage(medium: Medium, keys: Sequence[BlockKey], fault: Fault) -> None:
-    """Do to the bytes of `keys` what the fault says."""
+    """Damage the bytes of `keys` as the fault says."""
     first = medium.fetch(keys[0])
     if fault is Fault.TRUNCATED:
         medium.replace(keys[0], first[: len(first) - len(first) // 3])

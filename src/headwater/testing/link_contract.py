@@ -2,7 +2,7 @@
 
     check_link(lambda memory, deliver: MyLinks(…, memory, deliver), "my-link")
 
-Free of pytest. Every rule is an assertion with a sentence; see `docs/links.md`.
+It does not need pytest. Every rule is an assertion with a message; see `docs/links.md`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ MakeLinks = Callable[[BlockMemory, Deliver], LinkMaker]
 
 
 class LinkHarness:
-    """A receiver with its memory, and as many senders as a check wants."""
+    """A receiver with its memory, and any number of senders."""
 
     def __init__(self, make: MakeLinks, link: str, block_bytes: int) -> None:
         self.log = EventLog()
@@ -36,7 +36,7 @@ class LinkHarness:
         self._senders: list[Sender] = []
 
     def sender(self, memory: BlockArray | None = None) -> Sender:
-        """One more instance that pushes; from `memory` of its own, or from `source`."""
+        """Another instance that pushes, from its own `memory` or from `source`."""
         links = self._make(self.source if memory is None else memory, self.log)
         self._senders.append(links.connect(self.receiver.address))
         return self._senders[-1]
@@ -44,7 +44,7 @@ class LinkHarness:
     def push(
         self, job: int, lease: int, indices: Sequence[int], wait_s: float = _WAIT_S
     ) -> Push:
-        """Block `i` of the source as block `i` of the lease."""
+        """Push block `i` of the source as block `i` of the lease."""
         block_bytes = self.source.block_bytes
         pieces = tuple(BlockPiece(index, index, block_bytes) for index in indices)
         deadline_s = SystemClock().now() + wait_s
@@ -58,13 +58,13 @@ class LinkHarness:
         self.receiver.close()
 
     def failure(self, job: int) -> PushFailure:
-        """Why a push failed; waits for it."""
+        """Why a push failed; waits for its end."""
         outcome = self.log.outcome(job)
         assert isinstance(outcome, PushFailed), f"should have failed: {outcome}"
         return outcome.reason
 
     def done(self, job: int) -> int:
-        """How many bytes a push moved; waits for it."""
+        """How many bytes a push moved; waits for its end."""
         outcome = self.log.outcome(job)
         assert isinstance(outcome, PushDone), f"should have been done: {outcome}"
         return outcome.num_bytes
@@ -74,7 +74,7 @@ class LinkHarness:
 
 
 def check_link(make: MakeLinks, link: str, *, block_bytes: int = 4096 * 3 + 40) -> None:
-    """Run every rule against fresh links."""
+    """Run every rule with new links."""
     for check in CHECKS:
         with open_harness(make, link, block_bytes) as harness:
             check(harness)
@@ -82,7 +82,7 @@ def check_link(make: MakeLinks, link: str, *, block_bytes: int = 4096 * 3 + 40) 
 
 @contextmanager
 def open_harness(make: MakeLinks, link: str, block_bytes: int) -> Iterator[LinkHarness]:
-    """A harness that is closed afterwards, whatever happens."""
+    """A harness that is closed afterwards in any case."""
     harness = LinkHarness(make, link, block_bytes)
     try:
         yield harness
@@ -299,4 +299,4 @@ CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
     check_closing_a_receiver_ends_everything,
     check_nobody_there_is_an_outcome,
 )
-"""Every rule, to be run one by one."""
+"""All rules, to be run one by one."""

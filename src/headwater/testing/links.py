@@ -1,7 +1,7 @@
 """Doubles for links: block memory, a log of events, and a network inside one process.
 
-In a `LocalNetwork` a block moves when the test says so: `step` moves one, of whichever push the
-test chooses, so every interleaving of pushes, fences, cuts and deadlines can be reached.
+In a `LocalNetwork` the test decides when a block moves: `step` moves one block of the push that
+the test chooses. So every interleaving of pushes, fences, cuts and deadlines can be tested.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ _WAIT_S = 30.0
 
 
 class BlockArray:
-    """Block memory in one piece; `gate` blocks callers that ask for a view."""
+    """Contiguous block memory; `gate` blocks callers that request a view."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, seed: int | None = None) -> None:
         """Zeros, or random bytes of a seed."""
@@ -57,7 +57,7 @@ class BlockArray:
 
 
 class EventLog:
-    """Takes events from any thread, and waits for the one that a test wants."""
+    """Receives events from any thread, and waits for the event that a test needs."""
 
     def __init__(self) -> None:
         self.events: list[LinkEvent] = []
@@ -74,12 +74,12 @@ class EventLog:
         return self.outcomes(job)[0]
 
     def closed(self, lease: int, timeout_s: float = _WAIT_S) -> LeaseClosed:
-        """The last word on a lease; waits for it."""
+        """The last event of a lease; waits for it."""
         self._await(lambda: bool(self.closings(lease)), timeout_s)
         return self.closings(lease)[0]
 
     def outcomes(self, job: int) -> list[SenderEvent]:
-        """Every outcome of a push so far; there should never be two."""
+        """Every outcome of a push so far; there must never be two."""
         return [
             event
             for event in list(self.events)
@@ -90,12 +90,12 @@ class EventLog:
         return [e for e in list(self.events) if isinstance(e, LeaseClosed) and e.lease == lease]
 
     def received(self, lease: int) -> list[int]:
-        """Indices of the blocks of a lease, in the order in which they landed."""
+        """Indices of the received blocks of a lease, in order of arrival."""
         events = list(self.events)
         return [e.index for e in events if isinstance(e, BlockReceived) and e.lease == lease]
 
     def await_received(self, lease: int, count: int, timeout_s: float = _WAIT_S) -> None:
-        """Return when so many blocks have landed."""
+        """Return when this many blocks have been received."""
         self._await(lambda: len(self.received(lease)) >= count, timeout_s)
 
     def _await(self, came: Callable[[], bool], timeout_s: float) -> None:
@@ -130,7 +130,7 @@ class LocalNetwork:
 
         self.books: dict[str, LeaseBook] = {}
         self.cut: set[str] = set()
-        """Unreachable addresses: a push to them fails when it would move."""
+        """Unreachable addresses: a push to them fails when it should move."""
 
         self.lock = RLock()
         self._num_receivers = 0
@@ -161,7 +161,7 @@ class LocalNetwork:
 
     @contextmanager
     def pump(self) -> Iterator[None]:
-        """Move everything as it comes, in a thread of its own."""
+        """Move everything as it comes, in a separate thread."""
         stop = Event()
 
         def work() -> None:
@@ -210,7 +210,7 @@ class LocalNetwork:
         return None
 
     def _move(self, held: HeldPush) -> PushFailure | None:
-        """The next block, from slot to slot."""
+        """Copy the next block from slot to slot."""
         if not held.waiting:
             return None
         piece = held.waiting.pop(0)

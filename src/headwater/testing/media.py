@@ -14,7 +14,7 @@ from headwater.types import BlockKey
 
 
 class MemoryMedium:
-    """What a `MemoryStorage` keeps."""
+    """The content of a `MemoryStorage`."""
 
     def __init__(self, storage: MemoryStorage) -> None:
         self._storage = storage
@@ -27,7 +27,7 @@ class MemoryMedium:
 
 
 class FileMedium:
-    """The slots of a storage directory. A value that is too short leaves zeros behind it."""
+    """The slots of a storage directory. A value that is too short is followed by zeros."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +81,7 @@ class RedisMedium:
 
 
 class MooncakeMedium:
-    """The objects of a Mooncake pool, through a store that has joined it."""
+    """The objects of a Mooncake pool, through a store that has joined the pool."""
 
     def __init__(self, store: Any, key_prefix: str = "headwater:") -> None:  # noqa: ANN401 - untyped
         self._store = store

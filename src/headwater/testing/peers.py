@@ -1,7 +1,8 @@
-"""Engines that hand off to one another in one process: real loops, real books, held wires.
+"""Engines with hand-offs in one process: real loops, schedulers and caches, with a fabric that
+the test controls.
 
-The KV of an `EchoRunner` is the tokens themselves, so a block that is sent, landed or reused
-wrongly yields other tokens.
+The KV of an `EchoRunner` is the tokens themselves, so a block that is sent, received or reused
+wrongly gives other tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +89,7 @@ class HeldReceiver:
 
 @dataclass(frozen=True, slots=True)
 class EchoMemory:
-    """The blocks of an echo engine; nothing is derived from them."""
+    """The blocks of an echo engine; no other data is derived from them."""
 
     block_bytes: int
 
@@ -98,7 +99,7 @@ class EchoMemory:
 
 @dataclass(kw_only=True)
 class EchoPeer:
-    """One instance, and what came out of it so far."""
+    """One instance, and its outputs so far."""
 
     fabric: HeldFabric
     clock: VirtualClock
@@ -107,7 +108,7 @@ class EchoPeer:
     num_blocks: int = 64
     host_blocks: int = 0
     storage: StorageBackend | None = None
-    """Below the host tier; peers may share one."""
+    """Storage below the host tier; peers may share it."""
 
     block_tokens: int = 4
     depth: int = 1
@@ -159,7 +160,7 @@ class EchoPeer:
         return self.cache.held_slots()
 
     def step(self) -> None:
-        """Turn the loop once, if there is something to do, and note what came out."""
+        """Run one turn of the loop if there is work, and record the outputs."""
         if not self.core.has_work:
             return
         for output in self.core.step():
@@ -172,11 +173,11 @@ class EchoPeer:
                 self.reasons[name] = output.finish_reason
 
     def add(self, request: Request) -> None:
-        """Take a request, as the loop would."""
+        """Add a request, as the loop does."""
         self.core.add(request)
 
     def check_idle(self) -> None:
-        """Every book balances; nothing is held, leased or in flight any more."""
+        """Check that every invariant holds and nothing is held, leased or in flight."""
         self.core.check()
         stats = self.cache.stats()
         assert stats.leases == 0, f"kept: {stats}"
@@ -222,7 +223,7 @@ class EchoPair:
         )
 
     def turn(self, *, blocks: bool = True, fences: bool = True) -> None:
-        """Let what is on its way arrive, as far as asked for, then turn both loops once."""
+        """Let the chosen messages and bytes arrive, then run one turn of both loops."""
         fabric = self.fabric
         for packet in list(fabric.packets):
             if packet in fabric.packets:
@@ -236,7 +237,8 @@ class EchoPair:
             peer.step()
 
     def run(self, *names: str, within_s: float = 60.0, step_s: float = 0.01) -> None:
-        """Until these requests have ended on D; AssertionError for one that is stuck."""
+        """Run until these requests have ended on D. Raises AssertionError if one does not
+        end."""
         end_s = self.clock.now() + within_s
         while any(name not in self.decode.reasons for name in names):
             assert self.clock.now() < end_s, "a request is stuck"

@@ -1,8 +1,7 @@
-"""Runners that compute nothing and prove something: doubles for the engine loop.
+"""Runners without a model that detect errors: doubles for the engine loop.
 
-They need no torch. What they write to and read from their memory is what a model would write
-and read, so that a block that is freed too early, read too early or put in the wrong place
-changes the tokens that come out.
+They need no torch. They read and write their memory as a model would, so a block that is freed
+too early, read too early or put in the wrong place changes the output tokens.
 """
 
 import threading
@@ -23,7 +22,7 @@ _UNWRITTEN = -1
 def echo_token(
     tokens: Tokens, params: SamplingParams, *, prompt_tokens: int, vocab_size: int
 ) -> int:
-    """The token that `EchoRunner` chooses after `tokens`, whatever else is in the batch."""
+    """The token that `EchoRunner` samples after `tokens`, whatever else is in the batch."""
     token = crc32(tokens.tobytes(), params.seed) % vocab_size
     if len(tokens) - prompt_tokens < params.min_tokens:
         while token in params.stop_token_ids:
@@ -32,18 +31,18 @@ def echo_token(
 
 
 class EchoRunner:
-    """Chooses each token as a hash of all the KV its row can see through its block table.
+    """Samples each token as a hash of all KV that its row sees through its block table.
 
-    Its KV is the token and the position, at the place that slot and offset name. A row that
-    sees another position than it should raises at once; one that sees a wrong token chooses
-    another next token, and all that follow differ.
+    Its KV is the token and the position, at the index given by slot and offset. A row that sees
+    a wrong position raises an error at once. A row that sees a wrong token samples another next
+    token, and all later tokens differ.
 
-    With `layerwise`, rows may read a load that has not landed: `arrive`, where given, is told
-    its job when the row is computed, as a device waits for its layers. A row that reads one that
-    failed sees garbage, and chooses a token that must never be told to anyone.
+    With `layerwise`, rows may read a load in flight: `arrive`, if given, is called with its job
+    when the row is computed, as a device waits for layers. A row that reads a failed load sees
+    garbage and samples a token that must never be emitted.
 
-    With `depth` 2, a batch is computed when it is collected, as late as a device might; then
-    whatever happened to its slots since it was submitted has already happened.
+    With `depth` 2, a batch is computed when it is collected, as late as a device might. So
+    changes to its slots after the submission would affect the result.
     """
 
     def __init__(
@@ -59,21 +58,21 @@ class EchoRunner:
         self.layerwise = layerwise
         self.arrive: Callable[[JobId], None] | None = None
         self.is_late: Callable[[], bool] | None = None
-        """Asked for each row with a grammar whether its mask is late; None makes none late."""
+        """Decides for each row with a grammar whether its mask is late; None means never."""
         self.vocab_size = vocab_size
         self._block_tokens = block_tokens
         kv = np.full((num_blocks, 2, block_tokens), _UNWRITTEN, dtype=np.int32)
         self._tokens, self._positions = kv[:, 0], kv[:, 1]
         self.rows: NDArray[np.uint8] = kv.reshape(num_blocks, -1).view(np.uint8)
-        """The bytes of each block, for copiers; a block that is copied wrong reads wrong."""
+        """The bytes of each block, for copiers."""
         self._submitted: deque[ScheduledBatch] = deque()
         self._previous: dict[int, int] = {}
-        """The token that each row of the batch before chose."""
+        """The token that each row of the previous batch sampled."""
         self._before: dict[int, int] = {}
-        """The same, while the tokens of the next batch are chosen."""
+        """The same, while the tokens of the next batch are sampled."""
         self.num_steps = 0
         self.num_tokens = 0
-        """Computed so far; what a cache saves is missing here."""
+        """Tokens computed so far; cached tokens are not included."""
         self.closed = False
 
     def submit(self, batch: ScheduledBatch) -> None:
@@ -143,7 +142,8 @@ class EchoRunner:
                     raise AssertionError(f"{name} was given slot {slot}, which is in flight")
 
     def _write(self, batch: ScheduledBatch) -> Tokens:
-        """Put every token of `batch` where its row's block table says; the tokens."""
+        """Write every token of `batch` to the place in its row's block table; return the
+        tokens."""
         tokens = batch.tokens.copy()
         for row, source in enumerate(batch.carry.tolist()):
             if source >= 0:
@@ -158,7 +158,7 @@ class EchoRunner:
         return tokens
 
     def _is_void(self, batch: ScheduledBatch, row: int, params: SamplingParams) -> bool:
-        """Whether the row goes without a token: its mask is late, or so was the one before."""
+        """Whether the row gets no token: its mask is late, or the one before was."""
         source = int(batch.carry[row])
         if source >= 0 and self._before.get(source) == NO_TOKEN:
             return True
@@ -187,7 +187,7 @@ def _logprobs(params: SamplingParams, token: int) -> TokenLogprobs | None:
 
 
 class HangingRunner(EchoRunner):
-    """A device on which no step ever ends, like a kernel that hangs."""
+    """A device on which no step ends, like a kernel that hangs."""
 
     def collect(self) -> StepResult:
         threading.Event().wait()

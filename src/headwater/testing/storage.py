@@ -2,7 +2,7 @@
 
     check_storage_backend(lambda form: MyStorage(..., form))
 
-Free of pytest. Every rule is an assertion with a sentence; see `docs/storage.md`.
+It does not need pytest. Every rule is an assertion with a message; see `docs/storage.md`.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from headwater.storage.codec import BlockFormat
 from headwater.types import BlockKey
 
 MakeStorage = Callable[[BlockFormat], StorageBackend]
-"""Opens a backend for blocks of one format. Called twice on one medium where it has one: the
-second may be another model's."""
+"""Opens a backend for blocks of one format. If the medium persists, it is called twice on it;
+the second call may be for another model."""
 
 _TIMEOUT_S = 30.0
 
@@ -28,7 +28,7 @@ def make_format(name: str = "a model", *, block_bytes: int = 8192) -> BlockForma
 
 
 def make_keys(count: int, *, run: str = "run") -> list[BlockKey]:
-    """The keys of a run of blocks; another `run` has none in common."""
+    """The keys of a run of blocks; another `run` has no key in common."""
     return [BlockKey(hashlib.sha256(f"{run}/{n}".encode()).digest()) for n in range(count)]
 
 
@@ -38,17 +38,17 @@ def make_parents(keys: Sequence[BlockKey]) -> list[BlockKey]:
 
 
 def make_block(key: BlockKey, block_bytes: int) -> memoryview:
-    """Bytes that only this key has."""
+    """Bytes that belong only to this key."""
     return memoryview(hashlib.shake_128(key).digest(block_bytes))
 
 
 def check_storage_backend(
     make: MakeStorage, *, block_bytes: int = 8192, durable: bool = False
 ) -> None:
-    """Assert everything that `StorageBackend` promises.
+    """Check all guarantees of `StorageBackend`.
 
-    `make` is asked for backends on a medium that is empty, or holds none of `make_keys`;
-    `durable` says that blocks outlive the backend object that wrote them.
+    `make` opens backends on a medium that is empty, or has none of `make_keys`. `durable` means
+    that blocks outlive the backend object that wrote them.
     """
     backend = make(make_format(block_bytes=block_bytes))
     try:
@@ -74,7 +74,7 @@ def check_storage_backend(
 def write_run(
     backend: StorageBackend, keys: Sequence[BlockKey], block_bytes: int
 ) -> list[BlockWrite]:
-    """Write each key's own bytes, as `make_block` makes them."""
+    """Write the bytes of `make_block` for each key."""
     blocks = [make_block(key, block_bytes) for key in keys]
     return backend.write(keys, blocks, parents=make_parents(keys), timeout_s=_TIMEOUT_S)
 
@@ -82,7 +82,7 @@ def write_run(
 def read_run(
     backend: StorageBackend, keys: Sequence[BlockKey], block_bytes: int
 ) -> list[BlockRead]:
-    """Read each key, and assert that whatever counts as read is the right bytes."""
+    """Read each key, and check that every block reported as read has the right bytes."""
     views = [memoryview(bytearray(block_bytes)) for _ in keys]
     outcomes = backend.read(keys, views, timeout_s=_TIMEOUT_S)
     assert len(outcomes) == len(keys), "one outcome a block"

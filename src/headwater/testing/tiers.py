@@ -1,8 +1,8 @@
-"""An engine with host and storage tiers and no model: real bytes, real loop, real books.
+"""An engine with host and storage tiers but no model: real bytes, loop, scheduler and cache.
 
-The runner's KV, the host slab and the stored blocks hold the tokens themselves, so a block
-that is copied, landed or reused wrongly yields other tokens. With `threads`, storage is called
-from real threads; without, the caller says when each call is made.
+The runner's KV, the host slab and the stored blocks hold the tokens themselves, so a block that
+is copied or reused wrongly gives other tokens. With `threads`, storage is called from real
+threads; without, the caller decides when each call is made.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ MAX_MODEL_LEN = 10_000
 
 
 def echo_format(block_tokens: int) -> BlockFormat:
-    """The blocks of an echo engine: token and position, four bytes each."""
+    """The block format of an echo engine: token and position, four bytes each."""
     return BlockFormat(fingerprint=bytes(range(32)), block_bytes=8 * block_tokens)
 
 
@@ -49,7 +49,7 @@ def make_echo_request(
 
 
 def uncached_tokens(request: Request) -> list[int]:
-    """What the request yields when nothing else exists: no cache, no tiers, no neighbours."""
+    """The output of the request without cache, tiers and other requests."""
     tokens: list[int] = request.tokens.tolist()
     start = len(tokens)
     for _ in range(request.params.max_tokens):
@@ -62,7 +62,7 @@ def uncached_tokens(request: Request) -> list[int]:
 
 @dataclass(kw_only=True)
 class EchoTiers:
-    """One engine with lower tiers, and what came out of it so far."""
+    """One engine with lower tiers, and its outputs so far."""
 
     num_blocks: int
     host_blocks: int
@@ -128,13 +128,13 @@ class EchoTiers:
             mover.before_start, self.core.record_host = recorder.before_copies, recorder.record
 
     def step(self) -> None:
-        """Turn the loop once and note what came out."""
+        """Run one turn of the loop and record the outputs."""
         for output in self.core.step():
             self._note(output)
         self.core.publish()
 
     def run(self, *requests: Request, within_s: float) -> None:
-        """Serve `requests` to their end; AssertionError for one that is stuck."""
+        """Serve `requests` to their end. Raises AssertionError if one does not end."""
         end_s = self.clock.now() + within_s
         for request in requests:
             self.core.add(request)
@@ -144,7 +144,8 @@ class EchoTiers:
             self.step()
 
     def check_idle(self) -> None:
-        """Every book balances; nothing is held, leased, quarantined or in flight any more."""
+        """Check that every invariant holds and nothing is held, leased, quarantined or in
+        flight."""
         self.core.check()
         stats = self.cache.stats()
         assert self.scheduler.num_copies == 0, "a copy is in flight"
@@ -153,7 +154,7 @@ class EchoTiers:
             assert pool.free + pool.cached == pool.total, f"slots leaked: {pool}"
 
     def failures(self) -> dict[str, dict[str, int]]:
-        """What went wrong on each link, by reason."""
+        """Failures of each link, by reason."""
         links = self.core.stats().links
         return {name: dict(link.failures) for name, link in links.items() if link.failures}
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class GateActivation(IntEnum):
-    """What a gated MLP computes from its gate and up projections."""
+    """How a gated MLP combines its gate and up projections."""
 
     SILU = 0
     GELU_TANH = 1
@@ -17,7 +17,7 @@ class GateActivation(IntEnum):
 
 @triton.jit
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # noqa: ANN201 - Triton's own types
-    """Gate and up joined as `ACTIVATION` says, in float32."""
+    """Gate and up combined by `ACTIVATION`, in float32."""
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up
     elif ACTIVATION == 1:

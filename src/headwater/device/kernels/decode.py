@@ -1,8 +1,8 @@
 """Attention of single tokens over the block pool, their contexts cut into pieces (split-KV).
 
-A list made on the host says which piece of which row a program attends, so that every
-processor has as much to do whatever the lengths are. A row in one piece is finished at once;
-the others leave a partial result each, which a second kernel joins.
+A list from the host assigns a piece of a row to each program, so that every processor has the
+same amount of work for any lengths. A row with one piece is finished at once. Each piece of
+another row leaves a partial result, and a second kernel joins them.
 
     work_row     0    0    0    1    2    2   -1   -1      -1 is nothing to do
     work_start   0   512 1024   0    0   512   .    .      tokens
@@ -17,7 +17,7 @@ from headwater.device.kernels import decode_fp8, decode_tma, latent
 from headwater.device.kernels.pieces import DecodeWork
 
 _MAX_NARROW = 256
-"""Numbers of a head whose pieces are joined by one warp."""
+"""Largest head size for which one warp joins the pieces."""
 
 
 @triton.jit
@@ -76,7 +76,8 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, WIDTH], tl.float32)
     plane: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
-    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    # Slots are read one iteration ahead: a load that depends on a slot read in the same
+    # iteration is not pipelined.
     slot = tl.load(table + start // BLOCK_TOKENS).to(tl.int64)
     for first in tl.range(start, end, KEYS, num_stages=STAGES):
         key = first + tl.arange(0, KEYS)
@@ -104,7 +105,7 @@ def _attend(
             seen = seen & (key >= context - window)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        # Nothing seen yet is no number to subtract from itself.
+        # If nothing was seen yet, the maximum is -infinity, and -infinity minus itself is NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(highest - base)
@@ -117,7 +118,7 @@ def _attend(
         highest = higher
     is_whole = tl.load(row_work + row + 1) - tl.load(row_work + row) == 1
     if SINKS:
-        # Counted once a row: by the one who finishes it.
+        # Counted once per row, by the program that finishes it.
         sink = tl.load(sinks + head, mask=of_group < group, other=0.0).to(tl.float32)
         sink = tl.where(is_whole, sink * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(highest, sink)
@@ -193,8 +194,9 @@ def attend_decodes(
 ) -> None:
     """Attend one token a row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
 
-    Over a pool of latents, `out` has as many numbers as a latent. K and V of the rows' own tokens are in the pool already. The output of padding rows (context
-    0) is undefined and must not be read.
+    Over a pool of latents, `out` has as many numbers as a latent. K and V of the rows' own
+    tokens are already in the pool. The output of padding rows (context 0) is undefined and must
+    not be read.
     """
     if pool.shape[2] == 1:
         latent.attend_decodes(query, pool, layer, work, variant, out)
@@ -214,7 +216,7 @@ def attend_decodes(
 def _attend_pieces(
     query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
-    """Every piece by itself; rows in one piece are finished."""
+    """Each piece separately; rows with one piece are finished."""
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = out.shape[1]
     sinks = out if variant.sinks is None else variant.sinks
@@ -260,9 +262,10 @@ def _attend_pieces(
 def _join_pieces(
     work: DecodeWork, sinks: Tensor, out: Tensor, *, has_sinks: bool = False
 ) -> None:
-    """Join the partial results of rows in several pieces."""
+    """Join the partial results of rows with several pieces."""
     heads, dim = out.shape[1:]
-    # Few rows have many pieces; of many rows most have one, and nothing to join.
+    # Few rows have many pieces. Among many rows most have one piece, and there is nothing to
+    # join.
     group, at_once, warps = (1, 4, 1) if len(out) <= 64 else (4, 2, 2)
     if dim > _MAX_NARROW:  # a latent is as wide as several heads
         group, at_once, warps = (1, 16, 8) if len(out) <= 64 else (4, 2, 4)

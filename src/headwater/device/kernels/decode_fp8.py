@@ -1,10 +1,10 @@
 """Decode attention over a pool of 8-bit KV, in the pieces that `decode` describes.
 
-Numbers are converted to float16, which holds every e4m3 number, on their way into the products.
-Scales never touch them. A key's scale multiplies its scores. A value's scale is a power of two and
-is added to its scores, which are logarithms to the base of two; the sum of weights is corrected
-for it. Weights stay within float16, because the highest score is subtracted after that. Queries are
-divided by a power of two for the same reason.
+Elements are converted to float16, which represents every e4m3 value exactly, inside the
+products. Scales are not applied to them. A key's scale multiplies its scores. A value's scale
+is a power of two and is added to its scores, which are logarithms to the base of two; the sum
+of weights is corrected for it. Weights stay within float16, because the highest score is
+subtracted after that. Queries are divided by a power of two for the same reason.
 
 As in `decode_tma`, scores are `[keys, queries]`, and TMA loads tiles where the layout allows it.
 """
@@ -21,10 +21,11 @@ from headwater.device.kernels.pieces import DecodeWork
 
 _KEYS = 64
 _TMA_STAGES, _STAGES = 4, 2
-"""Tiles read ahead, with TMA and without."""
+"""Tiles that are read ahead, with TMA and without."""
 
 _MIN_EXPONENT = 67
-"""Scales of values count as no smaller than 2 ** (this - 127), or the sum of weights overflows."""
+"""Scales of values are limited to at least 2 ** (this - 127); otherwise the sum of weights
+would overflow."""
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _attend_tile(k, v, k_exponent, v_exponent, q, q_scale, seen, highest, total,
     higher = tl.maximum(highest, tl.max(scores, 0))
     base = higher
     if MASKED:
-        # Nothing seen yet is no number to subtract from itself.
+        # If nothing was seen yet, the maximum is -infinity, and -infinity minus itself is NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[None, :])
     decay = tl.exp2(highest - base)
@@ -122,7 +123,8 @@ def _attend(
     whole = start
     if TMA:
         whole = start + tl.maximum(end - start, 0) // KEYS * KEYS
-        # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+        # Slots are read one iteration ahead: a load that depends on a slot read in the same
+        # iteration is not pipelined.
         slot = tl.load(table + tl.minimum(start, context - 1) // BLOCK_TOKENS)
         for first in tl.range(start, whole, KEYS, num_stages=STAGES):
             inside = first % BLOCK_TOKENS
@@ -157,7 +159,7 @@ def _attend(
         )  # fmt: skip
     is_whole = tl.load(row_work + row + 1) - tl.load(row_work + row) == 1
     if SINKS:
-        # Counted once a row: by the program that finishes it.
+        # Counted once per row, by the program that finishes it.
         sink = tl.load(sinks + head, mask=of_group < group, other=0.0).to(tl.float32)
         sink = tl.where(is_whole, sink * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(highest, sink)
@@ -185,7 +187,7 @@ def attend_pieces(
     variant: Variant,
     out: Tensor,
 ) -> None:
-    """The pieces of `decode.attend_decodes`, which joins them; `pool` is of e4m3 numbers."""
+    """The pieces of `decode.attend_decodes`, which joins them; `pool` has e4m3 elements."""
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = out.shape[1]
     row = kv_heads * dim
@@ -237,7 +239,7 @@ def attend_pieces(
 
 
 def _uses_tma(pool: Tensor) -> bool:
-    """Whether tiles of numbers are boxes of a matrix whose rows are all tokens' heads."""
+    """Whether tiles are boxes of a matrix whose rows are the heads of all tokens."""
     block_tokens, kv_heads, dim = pool.shape[3:]
     return (
         block_tokens % _KEYS == 0

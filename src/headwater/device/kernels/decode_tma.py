@@ -23,16 +23,16 @@ from headwater.device.kernels.pieces import DecodeWork
 _KEYS = 64
 _QUERIES = 8
 _MAX_WIDTH = 256
-"""Keys of a tile, least queries, and most numbers of a key, several heads together."""
+"""Keys of a tile, fewest queries, and largest key size, several heads together."""
 
 _FEW_ROWS = 64
-"""Up to here heads are taken together and a tile less is read ahead."""
+"""Up to this size heads are computed together, and one tile less is read ahead."""
 
 
 @triton.jit
 def _attend_tile(k, v, q, key, end, since, highest, total, summed, scale, WINDOWED: tl.constexpr,
           PARTLY: tl.constexpr):  # fmt: skip
-    """One tile. `PARTLY`: it has keys beyond the end, which are zeros."""
+    """One tile. `PARTLY`: it has keys after the end, which are zeros."""
     seen = key < end
     if WINDOWED:
         seen = seen & (key >= since)
@@ -42,7 +42,7 @@ def _attend_tile(k, v, q, key, end, since, highest, total, summed, scale, WINDOW
     higher = tl.maximum(highest, tl.max(scores, 0))
     base = higher
     if WINDOWED:
-        # Nothing seen yet is no number to subtract from itself.
+        # If nothing was seen yet, the maximum is -infinity, and -infinity minus itself is NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[None, :])
     decay = tl.exp2(highest - base)
@@ -54,7 +54,7 @@ def _attend_tile(k, v, q, key, end, since, highest, total, summed, scale, WINDOW
 @triton.jit
 def _join(partial, partial_lse, begin, end, head, known, at, wanted, HEADS: tl.constexpr,
           DIM: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
-    """The pieces `[begin, end)` of a row, which other programs may have written just now."""
+    """Join the pieces `[begin, end)` of a row, which other programs may have just written."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([WIDE, QUERIES], tl.float32)
@@ -138,7 +138,7 @@ def _attend(
     scale = scaling * 1.4426950408889634
     column = part * wide
     whole = start + tl.maximum(end - start, 0) // KEYS * KEYS
-    # A last tile that is not full is read by threads, no further than it goes; begun here and
+    # Threads read a last tile that is not full, only up to its end. The read starts here and is
     # used at the end, so that nothing waits for it.
     rest_key = whole + tl.arange(0, KEYS)
     rest_slot = tl.load(table + tl.minimum(whole, context - 1) // BLOCK_TOKENS)
@@ -147,7 +147,8 @@ def _attend(
     in_rest = (rest_key < end)[:, None]
     rest_k = tl.load(rest, mask=in_rest, other=0.0)
     rest_v = tl.load(rest + BLOCK_TOKENS * KV_HEADS * DIM, mask=in_rest, other=0.0)
-    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    # Slots are read one iteration ahead: a load that depends on a slot read in the same
+    # iteration is not pipelined.
     slot = tl.load(table + tl.minimum(start, context - 1) // BLOCK_TOKENS)
     for first in tl.range(start, whole, KEYS, num_stages=STAGES):
         place = slot * block_rows + layer_row + first % BLOCK_TOKENS
@@ -174,7 +175,7 @@ def _attend(
         tl.store(partial + mine[None, :] * DIM + at[:, None], result, mask=wanted)
         level = tl.where(total == 0, float("-inf"), highest + tl.log2(total))
         tl.store(partial_lse + mine, level, mask=known)
-        tl.debug_barrier()  # all threads have written before one of them counts
+        tl.debug_barrier()  # all threads must have written before one of them counts
         counter = arrived + row * KV_HEADS + part
         if tl.atomic_add(counter, 1, sem="acq_rel") == last - begin - 1:
             tl.store(counter, 0)
@@ -188,7 +189,7 @@ def _attend(
 def attend_decodes(
     query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
-    """As `decode.attend_decodes`, where `fits` says yes."""
+    """As `decode.attend_decodes`, if `fits` returns True."""
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
     heads = out.shape[1]
     group = heads // kv_heads
@@ -230,7 +231,7 @@ def attend_decodes(
 
 
 def fits(pool: Tensor, variant: Variant) -> bool:
-    """Whether a pool's tiles can be brought so, and its attention is plain or windowed."""
+    """Whether TMA can load the tiles of a pool, and attention is plain or windowed."""
     block_tokens, _, dim = pool.shape[3:]
     return (
         variant.softcap is None
@@ -243,7 +244,7 @@ def fits(pool: Tensor, variant: Variant) -> bool:
 
 
 def _together(group: int, kv_heads: int, dim: int) -> int:
-    """KV heads whose queries fill a product."""
+    """KV heads whose queries together fill a product."""
     together = 1
     while (
         together * 2 * group <= _QUERIES

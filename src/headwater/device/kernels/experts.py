@@ -1,9 +1,10 @@
 """GEMMs of tokens with the weights of the experts they were routed to.
 
-Few rows are a matter of reading weights: `_pair_gate_up` and `_pair_down` take each pair of a
-row and an expert by itself. With more rows `_grouped` takes the rows of an expert together, in
-tiles. Below 64 rows a tile is computed transposed, `[outputs, rows]`, because the tensor cores'
-longer side is 64 and rows that are not there cost little on the other.
+With few rows, the time is that of reading weights: `_pair_gate_up` and `_pair_down` compute
+each pair of a row and an expert separately. With more rows, `_grouped` computes the rows of an
+expert together, in tiles. Below 64 rows a tile is computed transposed, `[outputs, rows]`,
+because the longer side of the tensor cores is 64 and padding rows cost little on the other
+side.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from headwater.device.kernels.activation import GateActivation, activate
 from headwater.device.kernels.routing import Routing
 
 MAX_PAIR_ROWS = 4
-"""Largest batch for which each pair is computed by itself."""
+"""Largest batch for which each pair is computed separately."""
 
 _SHAPES = {
     16: (64, 128, 3, 4),
@@ -25,7 +26,7 @@ _SHAPES = {
     64: (64, 64, 4, 4),
     128: (128, 64, 4, 8),
 }
-"""By rows of a tile: its outputs, inputs read in a turn, turns read ahead, and warps."""
+"""By rows of a tile: its outputs, inputs per iteration, iterations read ahead, and warps."""
 
 _EXACT_SHAPE = 64, 32, 2, 4
 """The same for float32."""
@@ -36,24 +37,24 @@ class ExpertWeights:
     """Weights of all experts of a layer."""
 
     gate_up: Tensor
-    """`[experts, 2 * inner, size]`: rows of gate, then of up, or both in turn."""
+    """`[experts, 2 * inner, size]`: rows of gate, then of up, or both interleaved."""
 
     down: Tensor
     """`[experts, size, inner]`."""
 
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
-    """Exponents of packed MXFP4 weights, for each 32 inputs; `mx_experts` computes these."""
+    """Exponents of packed MXFP4 weights, for each 32 inputs; `mx_experts` uses them."""
 
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     is_interleaved: bool = False
-    """Rows of gate and up are in turn."""
+    """Whether rows of gate and up are interleaved."""
 
     activation: GateActivation = GateActivation.SILU
     alpha: float = 1.702
     limit: float = 7.0
-    """Of the clamped activation."""
+    """Parameters of the clamped activation."""
 
     @property
     def is_packed(self) -> bool:
@@ -219,7 +220,7 @@ def _pair_gate_up(x, weight, bias, norm_weight, ids, out, epsilon, alpha, limit,
 def _pair_down(x, weight, bias, ids, scales, hidden, SIZE: tl.constexpr, OUTPUTS: tl.constexpr,
                TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIASED: tl.constexpr,
                STAGES: tl.constexpr):  # fmt: skip
-    """All experts of one row, added to the residual: no pass over partial results."""
+    """All experts of one row, added to the residual without partial results."""
     row = tl.program_id(1)
     output = tl.program_id(0) * N + tl.arange(0, N)
     inside = output < OUTPUTS
@@ -227,7 +228,7 @@ def _pair_down(x, weight, bias, ids, scales, hidden, SIZE: tl.constexpr, OUTPUTS
     acc = tl.zeros([N, K], tl.float32)
     biases = tl.zeros([N], tl.float32)
     turns: tl.constexpr = (SIZE + K - 1) // K
-    # One loop over experts and inputs together: the loads of the next expert begin early.
+    # One loop over experts and inputs together, so that loads of the next expert begin early.
     for turn in tl.range(0, TOP * turns, num_stages=STAGES):
         pair = row * TOP + turn // turns
         at = (turn % turns) * K + tl.arange(0, K)
@@ -242,7 +243,7 @@ def _pair_down(x, weight, bias, ids, scales, hidden, SIZE: tl.constexpr, OUTPUTS
         values = tl.load(x + pair * SIZE + at, mask=within, other=0.0).to(tl.float32) * share
         acc += w.to(tl.float32) * values[None, :]
         if BIASED:
-            # Once an expert: with the first of its inputs.
+            # Once per expert, with the first of its inputs.
             share = tl.where(turn % turns == 0, share, 0.0)
             biases += share * tl.load(bias + expert * OUTPUTS + output).to(tl.float32)
     place = hidden + row * OUTPUTS + output
@@ -271,7 +272,8 @@ def add_pairs(
     scales: Tensor,
     norm: tuple[Tensor, float] | None = None,
 ) -> None:
-    """Add the experts' results for few rows to `hidden`; `x` is normed first if `norm` is given."""
+    """Add the experts' results for few rows to `hidden`; `x` is normalised first if `norm` is
+    given."""
     rows, size = x.shape
     top, inner = ids.shape[1], weights.down.shape[2]
     narrow = torch.empty((rows * top, inner), dtype=x.dtype, device=x.device)
@@ -381,7 +383,7 @@ def _launch(
 
 
 def tile_rows(num_pairs: int, experts: int) -> int:
-    """Rows of a tile: about what an expert gets on average."""
+    """Rows of a tile: about the average number of rows of an expert."""
     for tile, most in ((16, 12), (32, 24), (64, 96)):
         if num_pairs <= most * experts:
             return tile

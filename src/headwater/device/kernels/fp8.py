@@ -1,4 +1,5 @@
-"""8-bit KV inside kernels, as `fp8_kv` defines it: scales are powers of two, kept as exponents."""
+"""8-bit KV inside kernels, as `fp8_kv` defines it: scales are powers of two, stored as
+exponents."""
 
 import torch
 import triton
@@ -8,7 +9,7 @@ from torch import Tensor
 
 @triton.jit
 def scale_exponent(top):  # noqa: ANN201 - Triton's own types
-    """The exponent byte for heads whose largest number is `top`, as int32."""
+    """The exponent byte for heads whose largest element is `top`, as int32."""
     bits = top.to(tl.int32, bitcast=True)
     above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return tl.maximum((bits >> 23) - 8 + above, 1)
@@ -36,7 +37,8 @@ def _dequantize_layer(pool, slots, out, block_stride, layer_at, NUMBERS: tl.cons
 
 
 def dequantize_layer(pool: Tensor, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """One layer of these blocks as a pool of that layer alone, `[slots, 1, 2, …]`, of `dtype`."""
+    """One layer of these blocks as a pool of that layer only, `[slots, 1, 2, …]`, of
+    `dtype`."""
     shape = (len(slots), 1, *pool.shape[2:])
     out = torch.empty(shape, dtype=dtype, device=pool.device)
     numbers = out[0].numel()

@@ -1,8 +1,9 @@
 """Products of few rows with an FP8 weight, on the FP8 tensor cores: `[outputs, rows]`.
 
 As in `gated`, weights fill the longer side of the tensor cores. Rows are quantised before, each
-with its own scale. Where outputs are too few for all processors, inputs are split among programs;
-the one that finishes a tile last adds the parts in order, so results do not depend on timing.
+with its own scale. If there are too few outputs for all processors, inputs are split among
+programs. The program that finishes a tile last adds the parts in order, so results do not
+depend on timing.
 """
 
 import torch
@@ -14,14 +15,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headwater.device.kernels.activation import GateActivation, activate
 
 MAX_ROWS, MAX_DEEP_ROWS = 64, 128
-"""Largest batch, and where a product has many inputs: torch leaves processors idle there. More
-rows are torch's."""
+"""Largest batch, and the largest batch of a product with many inputs, for which torch leaves
+processors idle. torch computes larger batches."""
 
 _DEEP = 8192
 _INPUTS = 128
 _TILE = 64
 _STAGES = 4
-"""What is called many inputs; inputs of a turn; outputs of a tile; turns read ahead."""
+"""From how many inputs on there are "many"; inputs per iteration; outputs of a tile; iterations
+read ahead."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -45,7 +47,7 @@ def _fp8_gemm(x, weight, x_scales, w_scales, out, partial, arrived, rows, factor
         place = row[None, :] * N + tl.arange(0, N)[:, None]
         own = partial + (tile * SPLIT).to(tl.int64) * (N * ROWS)
         tl.store(own + part * (N * ROWS) + place, acc)
-        tl.debug_barrier()  # all threads have written before one of them counts
+        tl.debug_barrier()  # all threads must have written before one of them counts
         is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
         if is_last:
             tl.store(arrived + tile, 0)
@@ -85,7 +87,8 @@ def fp8_gemm(
 ) -> Tensor:
     """`x @ weight.T` of quantised rows; gated, or added to `residual` in place times `factor`.
 
-    `arrived` are `num_counters` integers: parts that are done, zeros before and after.
+    `arrived` are `num_counters` integers that count finished parts; they are zero before and
+    after.
     """
     rows, size = codes.shape
     lines = len(weight)
@@ -111,12 +114,12 @@ def fp8_gemm(
 
 
 def num_counters(outputs: int) -> int:
-    """Counters that products with a weight of so many outputs need."""
+    """Counters for products with a weight of this many outputs."""
     return -(-outputs // _TILE)
 
 
 def fits(weight: Tensor, num_rows: int) -> bool:
-    """Whether `fp8_gemm` computes this product."""
+    """Whether `fp8_gemm` supports this product."""
     return (
         num_rows <= (MAX_DEEP_ROWS if weight.shape[1] >= _DEEP else MAX_ROWS)
         and len(weight) % (2 * _TILE) == 0
@@ -127,7 +130,7 @@ def fits(weight: Tensor, num_rows: int) -> bool:
 
 
 def _split(tiles: int, size: int) -> int:
-    """Programs that share a tile: about two for each processor, and some turns for each."""
+    """Programs that share a tile: about two per processor, and several iterations each."""
     split = 1
     while tiles * split * 2 <= 280 and size // _INPUTS >= 8 * split:
         split *= 2

@@ -17,23 +17,24 @@ from headwater.device.kernels.activation import GateActivation, activate
 from headwater.device.kernels.rows import gate
 
 _TILE_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64
-"""Rows and outputs of a tile, and inputs read in a turn."""
+"""Rows and outputs of a tile, and inputs per iteration."""
 
 _MAX_TRANSPOSED_ROWS, _TRANSPOSED_OUTPUTS = 64, 64
-"""Up to so many rows the product is transposed, with so many outputs a tile."""
+"""Up to this many rows the product is transposed, with this many outputs per tile."""
 
 MIN_EAGER_ROWS = 1024
-"""Outside of graphs fewer are computed by two kernels: a launch with descriptors takes the host
-longer than few rows take the device."""
+"""Outside graphs, fewer rows are computed by two kernels: a launch with descriptors takes the
+host longer than few rows take the device."""
 
 _BAND = 16
-"""Tiles at work together share what they read: so many down, then as many beside them."""
+"""Tiles that run together share what they read: this many down, then as many beside them."""
 
 _MAX_PADDING = 1.15
-"""Rows of tiles over rows: more of what is not there costs more than the activation."""
+"""Limit of padded rows over rows: more padding costs more than the fused activation saves."""
 
 
-@triton.jit(do_not_specialize=["rows"])  # or each new number could stop a step to compile
+# otherwise each new number could stop a step to compile
+@triton.jit(do_not_specialize=["rows"])
 def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr,
            N: tl.constexpr, K: tl.constexpr, BAND: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
     tiles_down = tl.cdiv(rows, M)
@@ -136,7 +137,7 @@ def _gate_up_tiled(x: Tensor, weight: Tensor, activation: GateActivation) -> Ten
 
 
 def _fits(weight: Tensor) -> bool:
-    """Whether tiles of this weight can be brought so."""
+    """Whether TMA can load the tiles of this weight."""
     return (
         weight.element_size() == 2
         and weight.shape[0] % (2 * _OUTPUTS) == 0

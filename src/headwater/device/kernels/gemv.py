@@ -1,7 +1,7 @@
-"""Products of one row with a large weight: read it once, as fast as memory gives it.
+"""Products of one row with a large weight, which is read once at memory speed.
 
-With one sequence a step is the reading of weights. The norm before a product and the gate or
-the residual after it are computed on the way, and cost no pass and no launch of their own.
+With one sequence, the time of a step is that of reading the weights. The norm before a product
+and the gate or residual after it are fused, so they need no separate pass or launch.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from headwater.device.kernels.activation import GateActivation, activate
 
 _FEW_OUTPUTS = 512
-"""Outputs of a router: tiles of two give every processor some."""
+"""Outputs of a router: with tiles of two, every processor has work."""
 
 _UNIT = 256
 """The number of inputs is a multiple of this."""
@@ -23,7 +23,8 @@ FP8_SHAPES = {
     (False, True): (16, 512, 3),
     (False, False): (8, 512, 4),
 }
-"""Of FP8 weights, by whether the product is gated and normed: the fastest of 7 on an H200."""
+"""For FP8 weights, by whether the product is gated and normalised: the fastest of 7 on an
+H200."""
 
 
 @triton.jit
@@ -100,8 +101,8 @@ def gemv(
 ) -> Tensor:
     """`norm(x) @ weight.T`, then gated, or added to `residual` in place, times `factor`.
 
-    `x` is `[1, size]`; `weight` is `[outputs, size]`, or with `gated` twice the outputs, those
-    of gate and up in turn. `scales` are those of the outputs of an FP8 weight. The result is in
+    `x` is `[1, size]`; `weight` is `[outputs, size]`, or with `gated` twice the outputs, gate
+    and up interleaved. `scales` are those of the outputs of an FP8 weight. The result is in
     `out` if it is given.
     """
     size = x.shape[1]
@@ -145,7 +146,7 @@ def gemv(
 def _shape(
     size: int, outputs: int, *, is_normed: bool, is_gated: bool, is_fp8: bool
 ) -> tuple[int, int, int]:
-    """Outputs and inputs of a tile and how many are read ahead; the fastest of 13 on an H200."""
+    """Outputs and inputs of a tile, and iterations read ahead; the fastest of 13 on an H200."""
     if is_fp8:
         shape = FP8_SHAPES[is_gated, is_normed]
     elif is_gated:
@@ -161,10 +162,10 @@ def _shape(
 
 
 def fits(weight: Tensor, num_rows: int) -> bool:
-    """Whether `gemv` computes this product."""
+    """Whether `gemv` supports this product."""
     return num_rows == 1 and weight.element_size() == 2 and has_whole_tiles(weight)
 
 
 def has_whole_tiles(weight: Tensor) -> bool:
-    """Whether the inputs of this weight, of any type, can be read in whole tiles."""
+    """Whether the inputs of this weight, of any type, consist of whole tiles."""
     return weight.shape[1] % _UNIT == 0

@@ -1,4 +1,4 @@
-"""The likeliest token of each row: numbers only, whatever else a broken model put there."""
+"""The most likely token of each row; NaN and infinities of a broken model are ignored."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ def _best_of_part(logits, best, place, stride, VOCAB: tl.constexpr, SIZE: tl.con
         inside = (at < VOCAB) & (first + tl.arange(0, BLOCK) < SIZE)
         values = tl.load(logits + row.to(tl.int64) * stride + at, mask=inside, other=0.0)
         values = values.to(tl.float32)
-        # Comparisons with what is no number are false; infinities are turned down too.
+        # Comparisons with NaN are false; infinities are excluded too.
         better = inside & (values > highest) & (values < float("inf"))
         highest = tl.where(better, values, highest)
         where = tl.where(better, at, where)
@@ -42,10 +42,8 @@ def _best_of_row(best, place, chosen, PARTS: tl.constexpr):
 
 
 def choose_greedy(logits: Tensor, chosen: Tensor) -> None:
-    """Put the likeliest token of each row of `logits` into `chosen`; the first among equals.
-
-    What is not a finite number is never chosen; a row of nothing else chooses token 0.
-    """
+    """Write the most likely token of each row of `logits` to `chosen`; the first among equals.
+    Values that are not finite are never chosen; a row without finite values gets token 0."""
     rows, vocab = logits.shape
     best = torch.empty((rows, _PARTS), dtype=torch.float32, device=logits.device)
     place = torch.empty((rows, _PARTS), dtype=torch.int32, device=logits.device)

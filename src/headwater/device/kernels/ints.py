@@ -1,6 +1,6 @@
 """Small arrays of integers between pinned memory and the device, read and written by a kernel.
 
-Not by a copy engine: there a few kilobytes would queue behind the blocks that are being
+A copy engine is not used, because a few kilobytes would wait behind the blocks that are being
 loaded or offloaded, and a step would wait for a copy.
 """
 
@@ -11,7 +11,8 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["count"])  # or each new count could stop a step to compile
+# otherwise each new count could stop a step to compile
+@triton.jit(do_not_specialize=["count"])
 def _copy(source, target, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(source + at, mask=at < count)

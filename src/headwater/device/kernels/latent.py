@@ -1,4 +1,4 @@
-"""Attention over latent KV (MLA): one stored vector a token, for all heads.
+"""Attention over latent KV (MLA): one stored vector per token, for all heads.
 
     a query, a key     | latent ........ LATENT | rotated .. ROTATED |
     a value            | latent ........ LATENT |
@@ -19,15 +19,15 @@ from headwater.device.kernels.tiles import ChunkWork
 
 _MAX_DECODE_HEADS = 32
 _MAX_CHUNK_QUERIES = 32
-"""Heads of one token, and tokens of one head, that one program attends together. With 64, Triton
-keeps the queries in registers and spills."""
+"""Heads of one token, and tokens of one head, that one program computes together. With 64,
+Triton keeps the queries in registers and spills."""
 
 
 class RotaryPairs(IntEnum):
-    """Which numbers of a head are rotated together, and where the results are put."""
+    """Which elements of a head are rotated together, and where the results go."""
 
     HALVES = 0
-    """A number of the first half with its like in the second; in place."""
+    """Element i of the first half with element i of the second; in place."""
 
     NEIGHBOURS = 1
     """Two neighbours; in place."""
@@ -48,7 +48,7 @@ def _rotate(
     WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Rotate `[rows, 2 * HALF]` from pointers `source` to pointers `target`, one a row."""
+    """Rotate `[rows, 2 * HALF]` from pointers `source` to pointers `target`, one per row."""
     at = tl.arange(0, WIDTH)
     inside = live[:, None] & (at < HALF)[None, :]
     step: tl.constexpr = 1 if PAIRS == 0 else 2
@@ -163,7 +163,8 @@ def _keys_seen(
     at = tl.arange(0, LATENT_WIDTH)
     rotated_at = tl.arange(0, ROTATED_WIDTH)
     size: tl.constexpr = LATENT + ROTATED
-    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    # Slots are read one iteration ahead: a load that depends on a slot read in the same
+    # iteration is not pipelined.
     slot = tl.load(table + begin // BLOCK_TOKENS, mask=begin < end, other=0).to(tl.int64)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = first + tl.arange(0, KEYS)
@@ -192,7 +193,7 @@ def _keys_seen(
             visible = visible & (key[None, :] <= query_at[:, None])
         scores = tl.where(visible, scores * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        # Nothing seen yet is no number to subtract from itself.
+        # If nothing was seen yet, the maximum is -infinity, and -infinity minus itself is NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(highest - base)
@@ -302,10 +303,11 @@ def _attend_chunks(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # A tile is attended in groups of QUERIES: more do not fit in registers beside their sums.
+    # A tile is processed in groups of QUERIES, because more do not fit into registers beside
+    # their sums.
     head = tl.program_id(0) // (TILE // QUERIES)
     in_tile = (tl.program_id(0) % (TILE // QUERIES)) * QUERIES + tl.arange(0, QUERIES)
-    # The last tiles see the most keys: they go first.
+    # The last tiles see the most keys, so they start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row = tl.load(tile_row + tile)
     start = tl.load(tile_start + tile)
@@ -367,10 +369,8 @@ def store_latents(
     layer: int,
     pairs: RotaryPairs,
 ) -> None:
-    """Norm, rotate and store latents, `[tokens, latent + rotated]`, whose rows may be strided.
-
-    A token whose slot is -1 is stored nowhere.
-    """
+    """Normalise, rotate and store latents, `[tokens, latent + rotated]`, whose rows may be
+    strided. A token with slot -1 is not stored."""
     rotated = 2 * table[0].shape[1]
     latent = pool.shape[-1] - rotated
     _store[(len(packed),)](
@@ -400,8 +400,8 @@ def rotate_queries(
     query: Tensor,
     pairs: RotaryPairs,
 ) -> None:
-    """Put the rotated part of queries, `[tokens, heads * (plain + rotated)]` in rows that may be
-    strided, at the end of each head of `query`, `[tokens, heads, latent + rotated]`."""
+    """Write the rotated part of queries, `[tokens, heads * (plain + rotated)]` in rows that may
+    be strided, to the end of each head of `query`, `[tokens, heads, latent + rotated]`."""
     tokens, heads, size = query.shape
     rotated = 2 * table[0].shape[1]
     group = min(16, triton.next_power_of_2(heads))
@@ -425,8 +425,9 @@ def rotate_queries(
 def attend_decodes(
     query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
-    """Attend one token a row; `query` is `[rows, heads * (latent + rotated)]`, `out`
-    `[rows, heads, latent]`. Rows in several pieces are left to be joined in `work.partial`."""
+    """Attention of one token per row; `query` is `[rows, heads * (latent + rotated)]`, `out`
+    `[rows, heads, latent]`. Partial results of rows with several pieces are left in
+    `work.partial`."""
     heads, latent = out.shape[1:]
     exact = query.element_size() == 4
     group = min(max(16, triton.next_power_of_2(heads)), 16 if exact else _MAX_DECODE_HEADS)
@@ -458,8 +459,8 @@ def attend_decodes(
 def attend_chunks(
     query: Tensor, pool: Tensor, layer: int, work: ChunkWork, variant: Variant, out: Tensor
 ) -> None:
-    """Attend all tokens of the rows that have tiles; shapes as for `attend_decodes`. Tiles in
-    several parts are left to be joined in `work.partial`."""
+    """Attention of all tokens of the rows that have tiles; shapes as for `attend_decodes`.
+    Partial results of tiles with several parts are left in `work.partial`."""
     heads, latent = out.shape[1:]
     exact = query.element_size() == 4
     queries = min(work.tile, _MAX_CHUNK_QUERIES)

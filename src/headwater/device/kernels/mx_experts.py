@@ -91,7 +91,7 @@ def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
         acc = multiply_groups(acc, whole, all_scales, all_scales, output, group, in_group, there,
                               low, high, SIZE, 32, 16, 3, False, ASM)  # fmt: skip
         if BIASED:
-            # Once an expert: with the first of its inputs.
+            # Once per expert, with the first of its inputs.
             share = tl.where(turn % turns == 0, share, 0.0)
             biases += share * tl.load(bias + expert * OUTPUTS + output).to(tl.float32)
     place = hidden + row * OUTPUTS + output
@@ -101,7 +101,8 @@ def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
 
 @triton.jit
 def _tile(weight, scales, line, first, SIZE: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr):
-    """Numbers of `G` groups of inputs: of their first halves, and of their second halves."""
+    """Elements of `G` groups of inputs: those of their first halves, and of their second
+    halves."""
     group = first + tl.arange(0, G)
     there = (group < SIZE // 32)[None, :]
     in_group = tl.arange(0, 16)
@@ -122,7 +123,8 @@ def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alph
              SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, M: tl.constexpr,
              N: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
              ACTIVATION: tl.constexpr):  # fmt: skip
-    """As `experts._grouped`; gate and up are in turn, so a tile has `N` of both together."""
+    """As `experts._grouped`; gate and up are interleaved, so a tile has `N` of both
+    together."""
     expert = tl.program_id(1)
     count = tl.load(counts + expert)
     if count == 0:

@@ -1,4 +1,4 @@
-"""The list that shares attention of single tokens out among programs, on the device."""
+"""The list that assigns attention of single tokens to programs, on the device."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeWork:
-    """Which program attends what; all int32 on the device, good for every layer of a step."""
+    """What each program attends; all int32 on the device, valid for every layer of a step."""
 
     contexts: Tensor
-    """Per row: tokens to attend, its own included; 0 is a row that is not there."""
+    """Per row: tokens to attend, including its own; 0 means an unused row."""
 
     tables: Tensor
     """Slots of all rows, one after another."""
 
     table_start: Tensor
-    """Per row: where its slots begin in `tables`."""
+    """Per row: the start of its slots in `tables`."""
 
     piece: Tensor
     """One number: tokens in a piece, a multiple of 64."""
@@ -27,10 +27,10 @@ class DecodeWork:
     """Row r has the entries [row_work[r], row_work[r + 1]) of `work_row`."""
 
     arrived: Tensor
-    """`[rows, kv_heads]`: pieces that are done, counted by the kernel. Zeros before and after."""
+    """`[rows, kv_heads]`: finished pieces, counted by the kernel. Zeros before and after."""
 
     partial: Tensor
-    """`[work, heads, dim]`, float32: room for partial results."""
+    """`[work, heads, dim]`, float32: memory for partial results."""
 
     partial_lse: Tensor
     """`[work, heads]`, float32."""

@@ -1,9 +1,9 @@
-"""Attention of chunks of prompts over the block pool: causal, of any prefix before them.
+"""Causal attention of prompt chunks over the block pool, with any prefix.
 
-A list made on the host gives each program a tile of queries of one row; K and V of the chunk
-itself are in the pool already, so a tile reads the prefix and the chunk alike. Where a short
-chunk has a long prefix, its tiles are too few for the device: their keys are cut into parts,
-each leaves a partial result, and a second kernel joins them.
+A list from the host gives each program a tile of queries of one row. K and V of the chunk
+itself are already in the pool, so a tile reads prefix and chunk in the same way. A short chunk
+with a long prefix has too few tiles for the device. Then the keys are cut into parts, each part
+leaves a partial result, and a second kernel joins them.
 """
 
 from dataclasses import replace
@@ -57,7 +57,8 @@ def _keys_seen(
     at = tl.arange(0, WIDTH)
     if FP8:
         scales = pool.to(tl.pointer_type(tl.uint8)) + 2 * plane + kv_head - kv_head * DIM
-    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    # Slots are read one iteration ahead: a load that depends on a slot read in the same
+    # iteration is not pipelined.
     slot = tl.load(table + begin // BLOCK_TOKENS, mask=begin < end, other=0).to(tl.int64)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = first + tl.arange(0, KEYS)
@@ -77,7 +78,7 @@ def _keys_seen(
             k = tl.load(pool + place[:, None] + at[None, :])
             v = tl.load(pool + plane + place[:, None] + at[None, :])
         if FP8:
-            # Scales of keys are after the numbers: a byte where a key has DIM of them.
+            # Scales of keys follow the elements: one byte for a key of DIM elements.
             of_key = (key % BLOCK_TOKENS) * (KV_HEADS * (DIM - 1))
             scale_at = scales + (place - of_key)
             k_exponent = tl.load(scale_at, mask=key < context, other=127).to(tl.int32)
@@ -111,7 +112,8 @@ def _keys_seen(
         total = total * decay + tl.sum(weights, 1)
         summed = summed * decay[:, None]
         if FP8:
-            # Relative to the largest of the tile, or float16 would not hold small ones.
+            # Relative to the largest of the tile; otherwise float16 could not represent small
+            # ones.
             v_top = tl.max(v_exponent, 0)
             weights = weights * tl.exp2((v_exponent - v_top).to(tl.float32))[None, :]
             if EXACT:
@@ -164,7 +166,7 @@ def _attend(
     FP8: tl.constexpr,
 ):
     head = tl.program_id(0)
-    # The last tiles see the most keys: they go first.
+    # The last tiles see the most keys, so they start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row = tl.load(tile_row + tile)
     start = tl.load(tile_start + tile)
@@ -186,7 +188,7 @@ def _attend(
     kv_head = head // (HEADS // KV_HEADS)
     offset = layer_at + kv_head * DIM
     end = tl.minimum(context, prefix + start + QUERIES)
-    # Keys before `plain` are seen by every query of the tile.
+    # Every query of the tile sees keys before `plain`.
     begin = 0
     plain = (prefix + start) // KEYS * KEYS
     if WINDOWED:
@@ -282,8 +284,8 @@ def _join(
 
 
 def has_hopper_kernel(pool: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether there is a kernel of its own for many tiles over this pool, whose numbers are
-    converted to `dtype` if they are of 8 bits."""
+    """Whether there is a Hopper kernel for many tiles over this pool, whose 8-bit elements are
+    converted to `dtype`."""
     return (
         _HAS_HOPPER_KERNEL
         and pool.shape[2] == 2
@@ -292,17 +294,17 @@ def has_hopper_kernel(pool: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def is_slower_than_torch(pool: Tensor) -> bool:
-    """Whether torch's own kernel is faster at prompts that lie in one piece.
+    """Whether torch's own kernel is faster for prompts that are contiguous.
 
-    On Hopper it was not with heads of 128 numbers, and seems to be with 64; where there is no
-    kernel for many it likely is. It takes two-byte types.
+    On Hopper it was not with heads of 128 elements, and seems to be with 64. Without a kernel
+    for many tiles it probably is. It supports two-byte types.
     """
     is_beaten = has_hopper_kernel(pool) and pool.shape[-1] == 128
     return pool.shape[2] == 2 and pool.element_size() == 2 and not is_beaten
 
 
 def _converted(work: ChunkWork) -> ChunkWork:
-    """The same work where entry i of the tables is block i."""
+    """The same work, where entry i of the tables is block i."""
     if work.converted is None:
         entries = torch.arange(
             work.end_entry - work.first_entry, dtype=torch.int32, device=work.tables.device
@@ -315,10 +317,10 @@ def _converted(work: ChunkWork) -> ChunkWork:
 def attend_chunks(
     query: Tensor, pool: Tensor, layer: int, work: ChunkWork, variant: Variant, out: Tensor
 ) -> None:
-    """Attend all tokens of the rows that have tiles; others in `out` are left alone.
+    """Attention of all tokens of the rows that have tiles; other rows of `out` are not changed.
 
     `query` is `[tokens, >= heads * dim]`, `out` `[tokens, heads, dim]`; over a pool of latents,
-    `out` has as many numbers as a latent.
+    `out` has the size of a latent.
     """
     if pool.shape[2] == 1:
         latent.attend_chunks(query, pool, layer, work, variant, out)
@@ -378,7 +380,7 @@ def attend_chunks(
 def _join_parts(
     work: ChunkWork, sinks: Tensor, out: Tensor, *, has_sinks: bool = False
 ) -> None:
-    """Join the partial results of tiles in several parts."""
+    """Join the partial results of tiles with several parts."""
     if work.num_parts == 1:
         return
     heads, dim = out.shape[1:]

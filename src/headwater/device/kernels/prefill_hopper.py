@@ -1,10 +1,10 @@
 """Prefill attention as in `prefill`, for Hopper: two warp groups compute, a third loads.
 
 A program computes tiles of 128 queries one after another; each computing group has half of a
-tile. While the tensor cores compute scores of one tile of keys and sums over the tile before, the
-group computes the softmax of the scores it has. Meanwhile the other group uses the tensor cores.
-Queries stay in registers, and sums are rescaled only where a higher score came: power limits a
-busy device, so work that is left out makes the rest faster.
+tile. While the tensor cores compute scores of one tile of keys and sums over the tile before,
+the group computes the softmax of the scores it has. Meanwhile the other group uses the tensor
+cores. Queries stay in registers, and sums are rescaled only after a higher score: power limits
+a busy device, so less work makes the rest faster.
 
     loads     K0 V0 K1 V1       K2 V2        K3 V3 …
     group 0   S0   | softmax 0  | S1, sums 0 | softmax 1 | S2, sums 1 | …
@@ -37,21 +37,21 @@ _HALF = gl.constexpr(LARGE_TILE // 2)
 _KEYS = gl.constexpr(128)
 _PAGE = gl.constexpr(64)
 _STAGES = gl.constexpr(2)
-"""Queries of a group, keys of a tile, keys that lie together in the pool, tiles under way."""
+"""Queries of a group, keys of a tile, contiguous keys in the pool, tiles in flight."""
 
 _REGISTERS = gl.constexpr(240)
 _ALL_REGISTERS = 168
-"""Of a thread that computes, and of all threads on the average."""
+"""Registers of a computing thread, and the average of all threads."""
 
 _SHARED_BYTES = 32 << 20
-"""KV that programs at work together should share: about half of the device's cache."""
+"""KV that programs running together should share: about half of the device's cache."""
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 class _Lists(NamedTuple):
-    """What there is to do: fields of `ChunkWork`, how many items come of them, how many turns a
-    program has to take them in, and how many KV heads are attended `together`."""
+    """The work: fields of `ChunkWork`, the number of items, the number of iterations of a
+    program, and how many KV heads are attended `together`."""
 
     contexts: Any
     query_start: Any
@@ -80,7 +80,7 @@ class _Item(NamedTuple):
 
 @gluon.jit
 def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """The item of this program in a turn.
+    """The item of this program in an iteration.
 
     Heads that share KV follow each other, `together` KV heads at a time. Tiles are sorted by
     their first query, and so by the keys they see; a section goes up, the next one down, and
@@ -116,7 +116,7 @@ def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
 def _load_tiles(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
            HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
            BLOCK_TOKENS: gl.constexpr):  # fmt: skip
-    """Queries of each item, then its keys and values, as soon as there is room."""
+    """Load the queries of each item, then its keys and values, as soon as a buffer is free."""
     done = 0
     for turn in range(lists.turns):
         item = _take(turn, lists, HEADS, KV_HEADS)
@@ -128,7 +128,7 @@ def _load_tiles(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
                     queries, [item.token + which * _HALF, item.head * DIM], q.ready.index(which),
                     q.buffers.index(which),
                 )  # fmt: skip
-            # Beyond the last page there is none: it comes again, and is not seen.
+            # There is no page after the last one: it is loaded again, and is not seen.
             last = (item.context - 1) // _PAGE * _PAGE
             column = item.head // (HEADS // KV_HEADS) * DIM
             # Slots are read one tile ahead.
@@ -170,7 +170,7 @@ def _softmax_tile(scores, highest, total, key, at, scale, MASKED: gl.constexpr):
 
 @gluon.jit
 def _rescale(summed, decay):
-    """Multiplied where that makes a difference, which after the first tiles is rare."""
+    """Multiply only if that makes a difference, which is rare after the first tiles."""
     decay = gl.convert_layout(decay, gl.SliceLayout(1, summed.type.layout), assert_trivial=True)
     return gl.inline_asm_elementwise(
         """{
@@ -190,15 +190,15 @@ def _rescale(summed, decay):
 @gluon.jit
 def _next_tile(query, k, v, done, key, at, scale, weights, highest, total, summed, unused,
                MASKED: gl.constexpr):  # fmt: skip
-    """Scores of tile `done`, beside the sums of the one before."""
+    """Scores of tile `done`, at the same time as the sums of the tile before."""
     keys = await_filled(k, done)
     values = await_filled(v, done - 1)
     scores = warpgroup_mma(query, keys.permute((1, 0)), unused, use_acc=False, is_async=True)
     summed = warpgroup_mma(weights, values, summed, is_async=True)
     new = warpgroup_mma_wait(1, deps=(scores,))
     leave(k, done)
-    decay = highest  # only that it has a type
-    if done > -1:  # always; but nothing in here is moved behind the wait for sums
+    decay = highest  # it only needs a type
+    if done > -1:  # always true; but nothing inside is moved behind the wait for sums
         new, decay, highest, total = _softmax_tile(new, highest, total, key, at, scale, MASKED)
     summed, weights = warpgroup_mma_wait(0, deps=(summed, weights))
     leave(v, done - 1)
@@ -208,7 +208,7 @@ def _next_tile(query, k, v, done, key, at, scale, weights, highest, total, summe
 
 @gluon.jit
 def _zero_tail(v, key, context, DIM: gl.constexpr):
-    """Zeros where a tile has no keys: nothing times what lies there might be no number."""
+    """Write zeros where a tile has no keys: zero times undefined memory could be NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     keys = key + gl.arange(0, _KEYS // 2, layout=gl.SliceLayout(1, layout))
     values = v.load(layout)
@@ -219,7 +219,7 @@ def _zero_tail(v, key, context, DIM: gl.constexpr):
 @gluon.jit
 def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
              DIM: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """Half the queries of each item: the first half or the second."""
+    """One half of the queries of each item."""
     dtype: gl.constexpr = q.buffers.dtype
     by_key: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _KEYS, 16]
@@ -295,7 +295,7 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
             KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_TOKENS: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = pool.dtype
     layout: gl.constexpr = pool.layout
-    # No ring: each group of warps has a buffer, which is filled once an item.
+    # Not a ring: each group of warps has a buffer, which is filled once per item.
     q = make_ring(dtype, layout, 2, _HALF, DIM, 1)
     k = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
     v = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
@@ -321,7 +321,7 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
 def attend_chunks(
     query: Tensor, pool: Tensor, layer: int, work: ChunkWork, variant: Variant, out: Tensor
 ) -> None:
-    """As `prefill.attend_chunks`, where `fits` says yes."""
+    """As `prefill.attend_chunks`, if `fits` returns True."""
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
     heads, tiles = out.shape[1], len(work.tile_row)
     processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -356,7 +356,7 @@ def attend_chunks(
 
 
 def takes(pool: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the device is a Hopper, and tiles of keys come whole out of a pool of `dtype`."""
+    """Whether the device is a Hopper, and tiles of keys are contiguous in a pool of `dtype`."""
     block_tokens, _, dim = pool.shape[3:]
     return (
         dtype in _TYPES
@@ -367,12 +367,12 @@ def takes(pool: Tensor, dtype: torch.dtype) -> bool:
 
 
 def fits(variant: Variant) -> bool:
-    """Whether a layer attends to all before it, with plain scores."""
+    """Whether a layer attends to all tokens before it, with plain scores."""
     return variant.window is None and variant.has_plain_scores
 
 
 def _together(kv_heads: int, head_bytes: int) -> int:
-    """KV heads whose keys and values, of the longest row, the device's cache holds."""
+    """KV heads whose keys and values, for the longest row, fit into the device's cache."""
     return max(
         number
         for number in range(1, kv_heads + 1)

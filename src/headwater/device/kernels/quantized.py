@@ -5,9 +5,9 @@
     INT4 by group   two codes in a byte: low bits are the first half of a chunk of inputs, high bits the second
     MXFP4           e2m1 numbers in that order, a power of two for each output and 32 inputs
 
-One row is a matter of reading weights: `gemv` converts them on the way, like its namesake for
-plain weights. Few rows take tiles to the tensor cores (`small_gemm`). Many rows are computed from
-weights that are dequantised into memory first, or by torch's own FP8 products.
+With one row, the time is that of reading weights: `gemv` converts them inside the product, like
+its namesake for plain weights. Few rows use the tensor cores (`small_gemm`). For many rows the
+weights are dequantised into memory first, or torch's FP8 products are used.
 """
 
 from enum import IntEnum
@@ -21,7 +21,7 @@ from headwater.device.kernels.activation import GateActivation, activate
 
 
 class Code(IntEnum):
-    """How numbers are stored."""
+    """How elements are stored."""
 
     FP8_ROW = 0
     FP8_GROUP = 1
@@ -49,7 +49,8 @@ def _quantize_rows(x, weight, codes, scales, epsilon, SIZE: tl.constexpr, BLOCK:
 
 
 def quantize_rows(x: Tensor, norm: tuple[Tensor, float] | None = None) -> tuple[Tensor, Tensor]:
-    """e4m3 numbers of the rows of `x`, normed first if `norm` is given, and a scale for each."""
+    """e4m3 elements of the rows of `x`, normalised first if `norm` is given, and a scale for
+    each row."""
     rows, size = x.shape
     codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -64,7 +65,7 @@ def quantize_rows(x: Tensor, norm: tuple[Tensor, float] | None = None) -> tuple[
 
 @triton.jit
 def e2m1_numbers(code):  # noqa: ANN201 - Triton's own types
-    """Numbers of 4-bit codes `s e e m`, as float32."""
+    """Values of 4-bit codes `s e e m`, as float32."""
     # The three low bits are exponent and fraction of a float32 that is 2 ** 126 too small.
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -109,7 +110,7 @@ def _int4_products(codes, low, high):
 
 @triton.jit
 def _e2m1_products(codes, low, high):
-    """The same of e2m1 numbers, which are 2 ** 14 too small as float16 until the end."""
+    """The same for e2m1 values, which are 2 ** 14 too small as float16 until the end."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -152,7 +153,7 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
           GROUP: tl.constexpr, CODE: tl.constexpr, ZEROS: tl.constexpr, NORMED: tl.constexpr,
           GATED: tl.constexpr, ADDED: tl.constexpr, ACTIVATION: tl.constexpr,
           STAGES: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """`GROUPS` groups of `GROUP` inputs in a turn."""
+    """`GROUPS` groups of `GROUP` inputs per iteration."""
     output = tl.program_id(0) * N + tl.arange(0, N)
     known = output < OUTPUTS
     output = tl.where(known, output, 0)
@@ -236,7 +237,8 @@ def multiply_groups(  # noqa: ANN201 - Triton's own types
     if CODE < 2:
         part = w.to(tl.float32) * low[None, :, :]
     elif ASM:
-        # A sixteenth of the inputs, so that products with codes stay within float16.
+        # A sixteenth of the inputs, so that products with codes stay within the range of
+        # float16.
         low16, w = tl.broadcast((low * 0.0625).to(tl.float16)[None, :, :], w)
         high16, w = tl.broadcast((high * 0.0625).to(tl.float16)[None, :, :], w)
         if CODE == 2:
@@ -289,7 +291,8 @@ def gemv(
     factor: float = 1.0,
     activation: GateActivation = GateActivation.SILU,
 ) -> Tensor:
-    """As `gemv.gemv`, of one row; `group` is the inputs that share a scale, or of a chunk."""
+    """As `gemv.gemv`, for one row; `group` is the number of inputs that share a scale, or the
+    chunk size."""
     size = x.shape[1]
     outputs = len(weight) // 2 if gated else len(weight)
     out = residual
@@ -312,7 +315,8 @@ def gemv(
 def _gemv_shape(
     code: Code, size: int, group: int, *, is_gated: bool, is_last: bool
 ) -> tuple[int, int, int]:
-    """Outputs of a tile, groups of a turn and turns read ahead; the fastest of 8 on an H200."""
+    """Outputs of a tile, groups per iteration, and iterations read ahead; the fastest of 8 on
+    an H200."""
     groups = 1
     while groups * group < min(1024, size):
         groups *= 2
@@ -428,7 +432,7 @@ def dequantize(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The plain weight, `[outputs, size]`, in fresh memory."""
+    """The dequantised weight, `[outputs, size]`, in new memory."""
     out = torch.empty((len(weight), size), dtype=dtype, device=weight.device)
     groups = triton.next_power_of_2(min(size, 2048)) // group
     _dequantize[(len(weight), triton.cdiv(size // group, groups))](

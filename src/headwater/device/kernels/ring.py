@@ -1,4 +1,4 @@
-"""Buffers in a processor's own memory that some warps fill and others read, in Gluon."""
+"""Buffers in shared memory that some warps fill and others read, in Gluon."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class Ring(NamedTuple):
-    """Buffers, and barriers that say which of them are filled and which may be."""
+    """Buffers, and barriers that tell which of them are filled and which are free."""
 
     buffers: Any
     ready: Any
@@ -18,7 +18,7 @@ class Ring(NamedTuple):
 @gluon.jit
 def make_ring(dtype: gl.constexpr, layout: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr,
               COLUMNS: gl.constexpr, READERS: gl.constexpr):  # fmt: skip
-    """`NUMBER` buffers, each of which so many readers leave before it is filled again."""
+    """`NUMBER` buffers. This many readers must leave a buffer before it is filled again."""
     buffers = gl.allocate_shared_memory(dtype, [NUMBER, ROWS, COLUMNS], layout)
     ready = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
@@ -30,8 +30,8 @@ def make_ring(dtype: gl.constexpr, layout: gl.constexpr, NUMBER: gl.constexpr, R
 
 @gluon.jit
 def await_room(ring, use, num_bytes):
-    """The buffer of a use, counted from 0, once all readers have left it. Its barrier then expects
-    `num_bytes`."""
+    """Wait until all readers have left the buffer of a use, counted from 0, and return it. Its
+    barrier then expects `num_bytes`."""
     number: gl.constexpr = ring.buffers.type.shape[0]
     at = use % number
     mbarrier.wait(ring.empty.index(at), ((use // number) & 1) ^ 1)
@@ -41,7 +41,7 @@ def await_room(ring, use, num_bytes):
 
 @gluon.jit
 def await_filled(ring, use):
-    """The buffer of a use, counted from 0, once it is filled."""
+    """Wait until the buffer of a use, counted from 0, is filled, and return it."""
     number: gl.constexpr = ring.buffers.type.shape[0]
     mbarrier.wait(ring.ready.index(use % number), (use // number) & 1)
     return ring.buffers.index(use % number)
@@ -49,6 +49,6 @@ def await_filled(ring, use):
 
 @gluon.jit
 def leave(ring, use):
-    """Say that one reader is done with the buffer of a use."""
+    """One reader has finished with the buffer of a use."""
     number: gl.constexpr = ring.buffers.type.shape[0]
     mbarrier.arrive(ring.empty.index(use % number), count=1)

@@ -14,7 +14,7 @@ from headwater.device.kernels.fp8 import power_of_two, scale_exponent
 
 
 class HeadNorms(NamedTuple):
-    """Norms of single heads before rotation, as Qwen3 has them."""
+    """Norms of single heads before rotation, as in Qwen3."""
 
     query: Tensor
     key: Tensor
@@ -45,7 +45,7 @@ def _rotate(
     GROUP: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """`HALF` pairs of numbers of a head are rotated; what follows them is left as it is."""
+    """Rotate `HALF` pairs of elements of a head; the following ones are unchanged."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     at = tl.arange(0, WIDTH)
@@ -91,7 +91,7 @@ def _rotate(
     is_stored = (head >= HEADS)[:, None] & (slot >= 0)
     place = pool + target[:, None]
     if FP8:
-        # As a 16-bit pool would hold them, so that rounding does not depend on the kernel.
+        # Rounded as in a 16-bit pool, so that rounding does not depend on the kernel.
         kind: tl.constexpr = packed.dtype.element_ty
         rotated_left = rotated_left.to(kind).to(tl.float32)
         rotated_right = rotated_right.to(kind).to(tl.float32)
@@ -125,7 +125,8 @@ def _rotate(
 
 @triton.jit
 def _normed(values, scale, query_norm, key_norm, at, known, is_query, is_normed):
-    """Numbers `at` of heads of Q and K times their norm's weights; those of V as they are."""
+    """Elements `at` of heads of Q and K times the weights of their norm; those of V
+    unchanged."""
     of_query = tl.load(query_norm + at, mask=known, other=0.0).to(tl.float32)[None, :]
     of_key = tl.load(key_norm + at, mask=known, other=0.0).to(tl.float32)[None, :]
     result = values * scale * tl.where(is_query, of_query, of_key)
@@ -143,8 +144,8 @@ def rotate(
 ) -> None:
     """Rotate Q and K of `packed`, `[tokens, (heads + 2 kv_heads) * dim]`; store K and V.
 
-    A token whose slot is -1 is stored nowhere. `table` is cosines and sines by position, of half
-    as many numbers as are rotated.
+    A token with slot -1 is not stored. `table` has the cosines and sines by position, half as
+    many as there are rotated elements.
     """
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = packed.shape[1] // dim - 2 * kv_heads

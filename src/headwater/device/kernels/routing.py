@@ -25,14 +25,14 @@ class RouterScore(IntEnum):
     """Softmax over all experts."""
 
     SIGMOID = 1
-    """Sigmoid of each; a correction is added for the choice, and not to the weights."""
+    """Sigmoid of each; a correction is added for the choice but not to the weights."""
 
     SOFTMAX_OF_TOP = 2
     """Softmax over the chosen experts' logits."""
 
 
 class GroupScore(IntEnum):
-    """What the score of a group of experts is."""
+    """The score of a group of experts."""
 
     BEST_TWO = 0
     """The sum of its best two."""

@@ -27,8 +27,8 @@ def _embed(tokens, carry, chosen, table, out, scale, HIDDEN: tl.constexpr, BLOCK
 def embed(
     tokens: Tensor, carry: Tensor, chosen: Tensor, table: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Rows of `table` for `tokens`, times `scale`; where `carry` is not -1, for that entry of
-    `chosen`."""
+    """Rows of `table` for `tokens`, times `scale`; if `carry` is not -1, the token is that
+    entry of `chosen`."""
     hidden = table.shape[1]
     out = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(hidden)
@@ -58,7 +58,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def norm_columns(x: Tensor, weight: Tensor, epsilon: float) -> None:
-    """The same in place, for a `x` that is some columns of a wider tensor."""
+    """The same in place, for an `x` that consists of some columns of a wider tensor."""
     _launch_norm(x, weight, epsilon, x)
 
 
@@ -105,7 +105,7 @@ def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.conste
 
 
 def gate(x: Tensor, activation: GateActivation = GateActivation.SILU) -> Tensor:
-    """`activation(gate) * up` of each row, whose numbers are those of gate and up in turn."""
+    """`activation(gate) * up` of each row, whose elements are gate and up interleaved."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), 1024)

@@ -1,4 +1,4 @@
-"""Chooses a token of each row from its logits without sorting the vocabulary.
+"""Samples a token for each row from its logits, without sorting the vocabulary.
 
 One program computes one row, so the result does not depend on the rest of the batch. It reads
 the row several times: the row stays in the second-level cache, and a pass costs a few
@@ -21,10 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 EDITED, RANDOM = 1, 2
-"""Bits of a row's `flags`: it is chosen from edited logits; it is drawn by chance."""
+"""Bits of a row's `flags`: it uses edited logits; it is sampled randomly."""
 
 PROMPT_BIT = 1 << 14
-"""Bit of a count that says the token occurs in the prompt. The bits below count outputs."""
+"""Bit of a count that means that the token occurs in the prompt. The bits below count
+outputs."""
 
 MAX_COUNT = PROMPT_BIT - 1
 
@@ -38,19 +39,17 @@ _LIST_BLOCK = 128
 
 
 class SamplingInputs(NamedTuple):
-    """What the rows of a step ask for; an entry for each row, on the device.
-
-    Rows whose `flags` are 0 are left alone.
-    """
+    """Parameters of the rows of a step, on the device; one entry per row. Rows whose `flags`
+    are 0 are not changed."""
 
     flags: Tensor
     top_k: Tensor
     state: Tensor
-    """Row of `counts` that belongs to the sequence, or -1 without penalties."""
+    """The row of `counts` for the sequence, or -1 without penalties."""
 
     edit_start: Tensor
     edit_end: Tensor
-    """Entries of `edit_ids` and `edit_amounts` that belong to the row."""
+    """The row's entries of `edit_ids` and `edit_amounts`."""
 
     temperature: Tensor
     top_p: Tensor
@@ -64,10 +63,10 @@ class SamplingInputs(NamedTuple):
     """Added to logits; negative infinity forbids a token. Ids of one row are distinct."""
 
     mask: Tensor
-    """Row of `masks` that says which tokens a row may choose, or -1 for all."""
+    """The row of `masks` with the tokens that a row may choose, or -1 for all."""
 
     masks: Tensor
-    """`[rows, words]`, int32: a bit for each token, 32 in a word, the lowest bit first."""
+    """`[rows, words]`, int32: one bit per token, 32 in a word, lowest bit first."""
 
     counts: Tensor
     """`[states, vocab]`, int16: `PROMPT_BIT` and the number of outputs, of each token."""
@@ -124,10 +123,8 @@ def _add_listed(edited, edit_start, edit_end, edit_ids, edit_amounts, VOCAB: tl.
 
 @triton.jit
 def _read(row, at, VOCAB: tl.constexpr):
-    """Values of a row; negative infinity beyond the end.
-
-    Loops read one block ahead, so that the next values are on their way while these are used.
-    """
+    """Values of a row; negative infinity after the end. Loops read one block ahead, so that the
+    next values are being loaded while these are used."""
     return tl.load(row + at, mask=at < VOCAB, other=float("-inf"))
 
 
@@ -182,7 +179,8 @@ def _above(value):
 
 @triton.jit
 def _narrow(pivot, above, target, low, high, sum_low, sum_high):
-    """The bracket after one pivot: what reaches the target is dropped, the rest is kept."""
+    """The bracket after one pivot: elements that reach the target are dropped, the others are
+    kept."""
     if above >= target:
         if pivot >= low:
             low = pivot
@@ -207,7 +205,8 @@ def _settle(room, count, high, above, top, heat, target, by_count, FEW: tl.const
     depend on it.
     """
     number = tl.arange(0, FEW)
-    # Written by other threads of this program: not to be read from the first-level cache.
+    # Written by other threads of this program, so it must not be read from the first-level
+    # cache.
     values = tl.load(
         room + number, mask=number < count, other=float("-inf"), cache_modifier=".cg"
     )
@@ -234,7 +233,7 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
     sum_high = low * 0.0
     # Most elements that can be between `low` and `high`: their sum over the least weight.
     at_most = low * 0.0 + VOCAB
-    is_first = low < float("inf")  # always, but a value that the loop can change
+    is_first = low < float("inf")  # always true, but a value that the loop can change
     going = low < high
     while going:
         # Pivots at even distances guarantee progress. After the first pass the sums at both ends
@@ -305,7 +304,7 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
             )
             going = False
         elif is_first & (a0 < target):
-            # Everything above `low` together is less than the target: all of it is kept.
+            # Everything above `low` together is less than the target, so all of it is kept.
             high = low
             going = False
         elif (low_element >= high) | (high_element <= low):
@@ -354,7 +353,7 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
 
 @triton.jit
 def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Weight of exactly k elements among those from `least` on, and the smallest of those."""
+    """Weight of exactly k elements among those from `least` on, and the smallest of them."""
     count = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     smallest = tl.full([BLOCK], float("inf"), tl.float32)
@@ -367,7 +366,7 @@ def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.con
         mass += tl.where(kept, tl.exp2((values - top) * heat), 0.0)
         smallest = tl.minimum(smallest, tl.where(kept, values, float("inf")))
     last = tl.min(smallest, 0)
-    # Elements equal to the last one are all kept, but count only as far as k goes.
+    # Elements equal to the last one are all kept, but count only up to k.
     extra = tl.sum(count, 0) - top_k
     return tl.sum(mass, 0) - extra * tl.exp2((last - top) * heat), last
 
@@ -375,7 +374,7 @@ def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def _threshold(row, room, counter, top, bottom, heat, top_k, top_p, VOCAB: tl.constexpr,
                BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
-    """Least value that top-k and, of what that leaves, top-p keep."""
+    """The smallest value that top-k, and then top-p, keep."""
     least = _below(bottom)
     mass = top * 0.0 - 1.0
     for phase in range(2):  # a loop, so that the search is compiled once
@@ -416,14 +415,15 @@ def _draw(row, least, top, heat, min_p, uniform, VOCAB: tl.constexpr, BLOCK: tl.
         sums = tl.where(number == first // BLOCK, tl.sum(weights, 0), sums)
     ends = tl.cumsum(sums, 0)
     total = tl.max(ends, 0)
-    # The product may round up to the total, beyond which there is no token.
+    # The product may round up to the total, after which there is no token.
     goal = tl.minimum(uniform * total, total * 0.99999994)
     chunk = tl.sum((ends <= goal).to(tl.int32), 0)
     begin = tl.max(tl.where(number < chunk, ends, 0.0), 0)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     weights = _weights(_read(row, at, VOCAB).to(tl.float32), least, top, heat, min_p)
     passed = begin + tl.cumsum(weights, 0) <= goal
-    # Sums of a chunk in two orders may differ in the last bit: stay on a token that is kept.
+    # Sums of a chunk in two orders may differ in the last bit; make sure that the token is a
+    # kept one.
     last = tl.max(tl.where(weights > 0, at, 0), 0)
     return tl.minimum(chunk * BLOCK + tl.sum(passed.to(tl.int32), 0), last)
 
@@ -476,7 +476,7 @@ def _sample(logits, edited, chosen, rooms, counters, flags, top_k, state, temper
     tl.store(chosen + program, token)
     slot = tl.load(state + program).to(tl.int64)
     if slot >= 0:
-        # The next step of this sequence penalises the token without asking the host.
+        # The next step of this sequence penalises the token without the host.
         place = counts + slot * VOCAB + token
         count = tl.load(place)
         if (count & MOST) < MOST:
@@ -484,7 +484,7 @@ def _sample(logits, edited, chosen, rooms, counters, flags, top_k, state, temper
 
 
 class SamplingScratch:
-    """Memory that the kernels work in, for so many rows."""
+    """Scratch memory of the kernels, for this many rows."""
 
     def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
         shape = num_rows, vocab
@@ -500,10 +500,8 @@ def choose_sampled(
     scratch: SamplingScratch,
     num_rows: int,
 ) -> None:
-    """Put the token of each row that asks for sampling into `chosen`.
-
-    Counts of chosen tokens are kept up to date.
-    """
+    """Write the token of each row that is sampled to `chosen`. Counts of sampled tokens are
+    updated."""
     vocab = logits.shape[1]
     _edit[(num_rows, triton.cdiv(vocab, _EDIT_BLOCK))](
         logits, scratch.edited, inputs.flags, inputs.state, inputs.repetition, inputs.presence,
@@ -527,5 +525,5 @@ def choose_sampled(
 
 
 def make_counts(num_states: int, vocab: int, device: torch.device) -> Tensor:
-    """Counts of every token for so many sequences, at zero."""
+    """Counts of every token for this many sequences, set to zero."""
     return torch.zeros((num_states, vocab), dtype=torch.int16, device=device)
