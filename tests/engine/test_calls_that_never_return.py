@@ -6,16 +6,20 @@ and every slot comes back when the lost calls end. Device slots are never held b
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
 from headwater.clock import SystemClock
 from headwater.engine.client import ResetReport
-from headwater.errors import ConfigError
-from headwater.storage import Opening, StorageBackend, open_storage
+from headwater.errors import StorageUnavailable
+from headwater.storage import Opening, StorageBackend
 from headwater.storage.breaker import BreakerConfig
+from headwater.storage.late import LateStorage
+from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.testing.faults import Fault, FaultyStorage
 from headwater.testing.tiers import EchoTiers, echo_format
 from tests.engine.matrix import (
@@ -145,24 +149,77 @@ def test_a_backend_that_never_closes(bench: Bench, backend: StorageBackend) -> N
     double.release()
 
 
-class NeverOpens:
-    """A plug-in whose `open` never returns."""
+class OpensWithLock(MemoryStorage):
+    """A plug-in whose `open` returns only when nothing else holds the lock of a file."""
 
     @classmethod
-    def open(cls, settings: object, opening: Opening) -> StorageBackend:
-        fcntl.flock(os.open(str(settings["path"]), os.O_RDWR), fcntl.LOCK_EX)  # type: ignore[index]
-        raise AssertionError("the lock is held for as long as the test runs")
+    def open(cls, settings: Mapping[str, Any], opening: Opening) -> "OpensWithLock":
+        fcntl.flock(os.open(str(settings["path"]), os.O_RDWR), fcntl.LOCK_EX)
+        return cls(MemoryConfig(), opening.format)
 
 
-def test_a_backend_that_never_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting fails with a sentence instead of hanging."""
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening is waited for, and tried again after, a tenth of a second."""
     monkeypatch.setattr("headwater.storage.registry.OPEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("headwater.storage.late.RETRY_S", 0.1)
+
+
+def serve_until_stored(
+    bench: Bench, backend: StorageBackend, go_on: Callable[[], None]
+) -> None:
+    """An engine serves while its storage does not open, and uses it once it has opened."""
+    breaker = BreakerConfig(recovery_s=0.05, max_recovery_s=0.1)
+    engine = bench.engine(backend, timeout_s=STUCK_S, breaker=breaker)
+    serve_many(engine, "opens late")
+    assert storage_of(engine).blocks_written == 0
+    check_device_is_free(engine)
+
+    go_on()
+    end_s, number = SystemClock().now() + 2 * STUCK_S, 0
+    while not storage_of(engine).blocks_written:
+        assert SystemClock().now() < end_s, "storage is not used though it opens"
+        number += 1
+        serve(engine, f"later {number}", f"later {number}", PROMPT)
+        engine.core.drain(0.2)
+    finish(engine)
+    engine.core.close()
+
+
+def test_a_backend_that_opens_late(tmp_path: Path, hurried: None) -> None:
+    """The engine starts without it. Until it is open it is a miss; then it is used."""
     path = tmp_path / "lock"
     path.touch()
-    with path.open("r+") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match=r"did not open within 0.1 s; check that"):
-            open_storage(f"{__name__}:NeverOpens", {"path": path}, make_opening())
+    held = os.open(path, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    bench = Bench(f"{__name__}:OpensWithLock", {"path": path}, lambda: None)
+
+    serve_until_stored(bench, bench.open(), lambda: os.close(held))
+
+
+def test_a_backend_that_opens_after_it_was_closed_is_closed(
+    tmp_path: Path, hurried: None
+) -> None:
+    """Closing does not wait for it, and leaves nothing open."""
+    path = tmp_path / "lock"
+    path.touch()
+    held = os.open(path, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    closed = Event()
+
+    class Opened(OpensWithLock):
+        def close(self) -> None:
+            closed.set()
+
+    late = LateStorage(
+        "late", lambda: Opened.open({"path": path}, make_opening()), block_bytes=64
+    )
+    with pytest.raises(StorageUnavailable, match="'late' is not open yet"):
+        late.wait(0.1).contains([], timeout_s=1.0)
+    late.close()
+    os.close(held)
+
+    assert closed.wait(STUCK_S)
 
 
 def make_opening() -> Opening:
@@ -174,18 +231,13 @@ def make_file_bench(folder: Path) -> Bench:
     return Bench("file", settings, lambda: None)
 
 
-def test_a_directory_that_never_answers_cannot_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_does_not_answer_is_opened_late(tmp_path: Path, hurried: None) -> None:
     """Opening a FIFO without a writer blocks in the kernel, as a stopped file system does."""
-    monkeypatch.setattr("headwater.storage.registry.OPEN_TIMEOUT_S", 0.1)
     fifo = tmp_path / "stopped.table"
     os.mkfifo(fifo)
+    bench = make_file_bench(tmp_path)
 
-    with pytest.raises(ConfigError, match="did not open within"):
-        make_file_bench(tmp_path).open()
-
-    end_fifo(fifo)
+    serve_until_stored(bench, bench.open(), lambda: end_fifo(fifo))
 
 
 def end_fifo(fifo: Path) -> None:
@@ -259,19 +311,30 @@ def test_a_stopped_redis_server(tmp_path: Path, call: str) -> None:
     server.stop()
 
 
-def test_a_stopped_redis_server_cannot_be_opened(tmp_path: Path) -> None:
+def test_a_stopped_redis_server_is_opened_late(tmp_path: Path, hurried: None) -> None:
     """It accepts connections, in the kernel, and answers nothing; an open one closes at once."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url, "connect_timeout_s": 0.2}, server.stop)
     opened = bench.open()
     server.pause()
-
-    with pytest.raises(ConfigError, match=r"redis://127.0.0.1:\d+/0 did not answer in time"):
-        bench.open()
-
     opened.close()
-    server.go_on()
+
+    serve_until_stored(bench, bench.open(), server.go_on)
+
     server.stop()
+
+
+@pytest.mark.slow
+def test_a_stopped_mooncake_master_is_opened_late(hurried: None) -> None:
+    """Mooncake's own `setup` would hold the interpreter lock for as long as the master stands."""
+    master = MooncakeMaster()
+    settings = {"master": master.address, "segment_bytes": 1 << 26, "join_timeout_s": 0.5}
+    bench = Bench("mooncake", settings, master.stop)
+    master.pause()
+
+    serve_until_stored(bench, bench.open(), master.go_on)
+
+    master.stop()
 
 
 @pytest.mark.slow
@@ -297,4 +360,17 @@ def test_a_stopped_mooncake_pool(part: str) -> None:
     for one in bench.engines:
         one.core.close()
     lender.stop()
+    master.stop()
+
+
+@pytest.mark.slow
+def test_a_pool_whose_master_is_stopped_can_be_closed() -> None:
+    """Mooncake's own `close` would hold the interpreter lock for as long as the master stands."""
+    master = MooncakeMaster()
+    settings = {"master": master.address, "segment_bytes": 1 << 26, "join_timeout_s": 0.5}
+    backend = Bench("mooncake", settings, master.stop).open()
+    master.pause()
+
+    backend.close()
+
     master.stop()

@@ -6,12 +6,12 @@ mapping of settings and an `Opening` and returns a `StorageBackend`.
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from headwater.errors import ConfigError, HeadwaterError, StorageTimeout
+from headwater.errors import ConfigError, HeadwaterError
 from headwater.storage.base import Opening, StorageBackend
-from headwater.storage.io_threads import IoThreads
+from headwater.storage.late import LateStorage
 
 _BACKENDS = {
     "file": "headwater.storage.file.backend:FileStorage",
@@ -20,13 +20,16 @@ _BACKENDS = {
     "redis": "headwater.storage.redis.backend:RedisStorage",
 }
 
-
-OPEN_TIMEOUT_S = 60.0
-"""Longest wait for a backend to open."""
+OPEN_TIMEOUT_S = 15.0
+"""Longest wait for a backend to open. An engine starts without one that takes longer."""
 
 
 def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> StorageBackend:
-    """Open the backend `name`. Raises ConfigError with what to change."""
+    """The backend `name`, or ConfigError with what to change.
+
+    A backend that does not open within OPEN_TIMEOUT_S, or whose server does not answer, opens in
+    the background; until then every call raises StorageUnavailable.
+    """
     path = _BACKENDS.get(name, name)
     if ":" not in path:
         raise ConfigError(f"unknown storage backend {name!r}; {_suggest(name)}")
@@ -37,27 +40,17 @@ def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> St
         raise ConfigError(f"storage backend {name!r} cannot be imported: {error}") from error
     except AttributeError as error:
         raise ConfigError(f"module {module_name!r} has no {class_name!r}") from error
-    return _open_in_time(name, lambda: backend.open(settings, opening))
-
-
-def _open_in_time(name: str, open_backend: Callable[[], StorageBackend]) -> StorageBackend:
-    """Open in a thread that can be abandoned, because a mount or a server may never answer."""
+    late = LateStorage(
+        name, lambda: backend.open(settings, opening), block_bytes=opening.format.block_bytes
+    )
     try:
-        [backend] = IoThreads(f"storage backend {name!r}", 1).run(
-            [open_backend], timeout_s=OPEN_TIMEOUT_S
-        )
-    except StorageTimeout as error:
-        raise ConfigError(
-            f"storage backend {name!r} did not open within {OPEN_TIMEOUT_S:g} s; check that "
-            "its directory or server answers"
-        ) from error
+        return late.wait(OPEN_TIMEOUT_S)
     except HeadwaterError:
         raise
     except Exception as error:
         raise ConfigError(
             f"storage backend {name!r} cannot be opened: {type(error).__name__}: {error}"
         ) from error
-    return backend
 
 
 def _suggest(name: str) -> str:

@@ -35,6 +35,9 @@ _ABSENT = frozenset({-704, -703})
 
 _NO_ROOM = -200
 
+_NO_REQUEST = bytes(64)
+"""Not a request in Mooncake's protocol: a master that runs closes the connection."""
+
 
 class MooncakeStorage:
     """A member of one Mooncake pool."""
@@ -46,7 +49,8 @@ class MooncakeStorage:
         clock: Clock,
         memory: memoryview | None = None,
     ) -> None:
-        """Join the pool. Raises ConfigError if that fails."""
+        """Join the pool; StorageTimeout where the master does not answer, ConfigError where joining
+        fails."""
         self._config = config
         self._form = form
         self._clock = clock
@@ -101,12 +105,13 @@ class MooncakeStorage:
         if self._closed:
             return
         self._closed = True
-        if self._io_threads.drain(self._config.join_timeout_s) and self._master_listens():
+        if self._may_leave():
             with contextlib.suppress(StorageError):
                 self._io_threads.run([self._store.close], timeout_s=self._config.join_timeout_s)
         else:
-            # Closing the store during a hanging call would crash the process, and closing or
-            # destroying it without a master stops every thread for seconds. So it is left open.
+            # Closing the store under a call that hangs would crash the process. Closing or
+            # destroying it without a master that answers holds the interpreter lock, and so stops
+            # every thread: it is left open.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
         self._io_threads.close()
 
@@ -122,19 +127,21 @@ class MooncakeStorage:
             config.rdma_devices,
             config.master,
         )
-        code: int | str = "no process listens there"
-        if self._master_listens():  # `setup` would try for minutes and block every thread
-            try:
+        try:
+            # `setup` holds the interpreter lock: without a master that answers it would stop
+            # every thread of the process, for minutes or for ever.
+            code: int | str = "no process listens there"
+            if self._master_answers():
                 [code] = self._io_threads.run([join], timeout_s=config.join_timeout_s)
-            except StorageTimeout:
-                code = "no answer"
-        if code != 0:
+            if code != 0:
+                raise ConfigError(
+                    f"cannot join the Mooncake pool of the master at {config.master} ({code}); "
+                    "is mooncake_master running there?"
+                )
+        except BaseException:
             self._closed = True
             self._io_threads.close()
-            raise ConfigError(
-                f"cannot join the Mooncake pool of the master at {config.master} ({code}); "
-                "is mooncake_master running there?"
-            )
+            raise
         if memory is not None:
             start = address_of(memory)
             if self._store.register_buffer(start, len(memory)) != 0:
@@ -142,17 +149,37 @@ class MooncakeStorage:
                 raise ConfigError("Mooncake cannot register the host slab")
             self._memory = (start, start + len(memory))
 
-    def _master_listens(self) -> bool:
+    def _master_answers(self) -> bool:
+        """Whether the master answers; False where no process listens, StorageTimeout where one
+        does and is silent. A stopped master accepts connections, in the kernel."""
         host, _, port = self._config.master.rpartition(":")
         if not port.isdigit():
             # another kind of address, such as etcd://, that only Mooncake understands
             return True
         try:
             address = (host.strip("[]"), int(port))
-            socket.create_connection(address, self._config.join_timeout_s).close()
+            with socket.create_connection(address, self._config.join_timeout_s) as link:
+                link.sendall(_NO_REQUEST)
+                link.recv(1)
+        except TimeoutError as error:
+            raise StorageTimeout(
+                f"the Mooncake master at {self._config.master} did not answer within "
+                f"{self._config.join_timeout_s:g} s"
+            ) from error
+        except ConnectionResetError:
+            return True
         except OSError:
             return False
         return True
+
+    def _may_leave(self) -> bool:
+        """Whether the store can be closed: no call hangs in it, and the master answers."""
+        if not self._io_threads.drain(self._config.join_timeout_s):
+            return False
+        try:
+            return self._master_answers()
+        except StorageTimeout:
+            return False
 
     def _call(self, call: Callable[[], T], deadline: Deadline) -> T:
         [answer] = self._run([call], deadline)

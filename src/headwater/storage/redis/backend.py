@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, Self, TypeVar
 
 from headwater.clock import Clock
-from headwater.errors import ConfigError, StorageCorrupt, StorageError
+from headwater.errors import ConfigError, StorageCorrupt, StorageError, StorageTimeout
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
 from headwater.storage.calls import Deadline, StorageCounters
 from headwater.storage.codec import (
@@ -66,13 +66,15 @@ class RedisStorage:
         self._closed = False
         try:
             self._idle.append(self._connect(self._deadline(config.connect_timeout_s)))
+        except StorageTimeout:
+            raise  # the server is there and silent, which may pass
         except StorageError as error:
             raise ConfigError(f"storage backend 'redis': {error}") from error
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
-        """Connect and check the server. Raises ConfigError if it cannot work, and logs each
-        limitation."""
+        """Connect and check the server: ConfigError where it cannot work, StorageTimeout where
+        it does not answer, a log line for each thing that limits it."""
         config = read_settings(RedisConfig, settings, "redis")
         storage = cls(config, opening.format, opening.clock)
         try:
@@ -145,6 +147,8 @@ class RedisStorage:
                 ),
                 deadline,
             )
+        except StorageTimeout:
+            raise
         except StorageError as error:
             raise ConfigError(f"storage backend 'redis': {error}") from error
         for warning in warnings:
