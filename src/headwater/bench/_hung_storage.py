@@ -1,54 +1,71 @@
 """First tokens of an engine whose storage never answers, beside an engine without storage.
 
-One kind of call never returns. Requests are served until the breaker of that kind has opened;
-from then on both engines serve prompts of one length in turns. A third engine, without storage
-like the first, shows what the machine cannot tell apart.
+A cell is a backend and a call: the medium of the backend is stopped just before the first call of
+that kind (in memory: the call itself waits). Requests are served until none of them meets a timeout
+any more, because the breaker is open. From then on both engines serve the same prompts in turns,
+half of them stored before the stop. A second engine without storage shows what the machine cannot
+tell apart. At last the medium goes on, and every slot has to come back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from threading import Event
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from headwater.bench._stopped_media import StoppableMedium, open_medium
 from headwater.bench._tier_engine import TierEngine
 from headwater.clock import SystemClock
-from headwater.errors import InvariantError, StorageError
-from headwater.storage import Opening
-from headwater.storage.base import BlockRead, BlockWrite
-from headwater.storage.memory import MemoryConfig, MemoryStorage
-from headwater.types import BlockKey
+from headwater.errors import InvariantError
+from headwater.storage import Opening, StorageBackend, open_storage
+from headwater.storage.base import BlockRead, BlockWrite, StorageStats
+from headwater.types import BlockKey, Tokens
 
 if TYPE_CHECKING:
     from headwater.device.model import LoadedModel
 
-CALLS = ("contains", "read", "write")
+CALLS = ("contains", "read", "write", "remove", "open", "close")
 _BACKEND = "headwater.bench._hung_storage:HungStorage"
-_OPEN_S = 240.0
-"""Longest wait for the breaker: three writes hang for a minute each, two at a time."""
+_TIMEOUT_S = 0.5
+"""Deadline of every storage call after the stop; it only shortens the time until a breaker opens."""
+
+_SETTLE_S = 60.0
+_SETTLED = 12
+"""Requests in a row without a timeout after which the breakers have done their work."""
+
+_NUM_STORED = 8
+_STORED_SEED, _FRESH_SEED = 400_000, 600_000
 
 
-class HungStorage(MemoryStorage):
-    """Blocks in memory; calls that are named in the list `hung` wait for the event `released`."""
+class HungStorage:
+    """Passes calls on to a real backend; stops its medium before calls that are in `hung`."""
 
-    def __init__(self, opening: Opening, hung: list[str], released: Event) -> None:
-        super().__init__(MemoryConfig(), opening.format)
+    def __init__(
+        self, backend: StorageBackend, medium: StoppableMedium, hung: list[str]
+    ) -> None:
+        self._backend = backend
+        self._medium = medium
         self._hung = hung
-        self._released = released
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
-        return cls(opening, settings["hung"], settings["released"])
+        """Settings are the `medium` and the list `hung`, which its owner may change."""
+        medium: StoppableMedium = settings["medium"]
+        if "open" in settings["hung"]:
+            medium.hang()
+        backend = open_storage(medium.backend, medium.config, opening)
+        return cls(backend, medium, settings["hung"])
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
-        self._hang("contains")
-        return super().contains(runs, timeout_s=timeout_s)
+        self._stop("contains")
+        return self._backend.contains(runs, timeout_s=timeout_s)
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
     ) -> list[BlockRead]:
-        self._hang("read")
-        return super().read(keys, into, timeout_s=timeout_s)
+        self._stop("read")
+        return self._backend.read(keys, into, timeout_s=timeout_s)
 
     def write(
         self,
@@ -58,59 +75,182 @@ class HungStorage(MemoryStorage):
         parents: Sequence[BlockKey],
         timeout_s: float,
     ) -> list[BlockWrite]:
-        self._hang("write")
-        return super().write(keys, blocks, parents=parents, timeout_s=timeout_s)
+        self._stop("write")
+        return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
 
-    def _hang(self, call: str) -> None:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
+        self._stop("remove")
+        return self._backend.remove(keys, timeout_s=timeout_s)
+
+    def stats(self) -> StorageStats:
+        return self._backend.stats()
+
+    def close(self) -> None:
+        self._stop("close")
+        self._backend.close()
+
+    def _stop(self, call: str) -> None:
         if call in self._hung:
-            self._released.wait()
-            raise StorageError(f"{call} was released")
+            self._medium.stop()
+            self._medium.hang()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HungWorkload:
+    """What is served in every cell."""
+
+    model: "LoadedModel"
+    settings: Mapping[str, Any]
+    num_prompts: int
+    num_tokens: int
 
 
 def measure_hung(
-    model: "LoadedModel",
-    settings: Mapping[str, Any],
+    work: HungWorkload,
+    folder: Path,
     *,
+    backends: Sequence[str],
     calls: Sequence[str],
-    prompts: int,
-    num_tokens: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """`hung_ttft_ratio`: p50 and p99 of the first token over those of an engine without storage,
-    by the call that hangs, and those of a second engine without storage as `control`."""
-    plain = TierEngine(model, **settings)
-    ratios: dict[str, Any] = {}
-    control = TierEngine(model, **settings)
-    ratios["control"] = _compare(plain, control, prompts, num_tokens)
+    and those of a second engine without storage as `control`. `hung_lost_slots` counts slots that
+    did not come back, `hung_close_s` the seconds that closing an engine took."""
+    plain = TierEngine(work.model, **work.settings)
+    control = TierEngine(work.model, **work.settings)
+    say("hung: control")
+    ratios: dict[str, Any] = {"control": _compare(work, plain, control)}
     control.close()
     lost: dict[str, int] = {}
-    for call in calls:
-        say(f"hung: {call}, until the breaker opens")
-        hung: list[str] = []
-        released = Event()
-        config = {"hung": hung, "released": released}
-        engine = TierEngine(
-            model,
-            **settings,
-            storage_backend=_BACKEND,
+    close_s: dict[str, float] = {}
+    breakers: dict[str, str] = {}
+    for backend in backends:
+        for call in calls:
+            name = f"{backend} {call}"
+            path = folder / name.replace(" ", "-")
+            path.mkdir()
+            with open_medium(backend, path) as medium:
+                if medium is None:
+                    say(f"hung: {name} left out, its server is not installed")
+                    continue
+                say(f"hung: {name}, until no request meets a timeout")
+                cell = _Cell(work, medium, call)
+                if call == "close":
+                    close_s[name] = cell.close_s()
+                    continue
+                breakers[name] = cell.settle()
+                ratios[name] = _compare(work, plain, cell.engine)
+                lost[name] = cell.num_lost()
+    plain.close()
+    return {
+        "hung_ttft_ratio": ratios,
+        "hung_breakers": breakers,
+        "hung_lost_slots": lost,
+        "hung_close_s": close_s,
+    }
+
+
+class _Cell:
+    """An engine on a medium that stops at one kind of call."""
+
+    def __init__(self, work: HungWorkload, medium: StoppableMedium, call: str) -> None:
+        self._work = work
+        self._medium = medium
+        self._call = call
+        self._hung: list[str] = ["open"] if call == "open" else []
+        backend, config = _BACKEND, {"medium": medium, "hung": self._hung}
+        if call == "open":
+            medium.stop()
+            if medium.backend != "memory":
+                backend, config = medium.backend, medium.config
+        self.engine = TierEngine(
+            work.model,
+            **work.settings,
+            storage_backend=backend,
             storage_config=config,
             write_policy="write_through",
+            load_policy="wait",
         )
-        _open_breaker(engine, call, hung, num_tokens)
-        ratios[call] = _compare(plain, engine, prompts, num_tokens)
-        lost[call] = _num_lost(engine, released)
-    plain.close()
-    return {"hung_ttft_ratio": ratios, "hung_lost_slots": lost}
+
+    def settle(self) -> str:
+        """Let the calls hang, and serve until no request meets a timeout; the breakers' states."""
+        engine = self.engine
+        if self._call != "open":
+            for prompt in _stored(self._work, engine):
+                engine.serve([prompt], max_tokens=1)
+            engine.drain()
+            engine.core.reset_cache()
+        engine.limit_storage_calls(_TIMEOUT_S)
+        self._hung.append(self._call)
+        if self._call == "remove":
+            engine.core.reset_cache(("device", "host", "storage"))
+        clock = SystemClock()
+        end_s, number, calm = clock.now() + _SETTLE_S, 0, 0
+        prompts = _stored(self._work, engine)
+        while calm < _SETTLED:
+            if clock.now() > end_s:
+                raise InvariantError(f"{self._call} never returns, and requests still meet it")
+            before = _num_timeouts(engine)
+            fresh = engine.make_prompt(self._work.num_tokens, seed=_FRESH_SEED + number)
+            engine.serve([fresh if number % 2 else prompts[number // 2 % 8]], max_tokens=1)
+            engine.core.reset_cache()
+            engine.core.drain(0.02)  # a write that hangs is noticed at its deadline
+            calm = calm + 1 if _num_timeouts(engine) == before else 0
+            number += 1
+        stats = engine.core.stats().storage
+        assert stats is not None, "the engine has storage"
+        return f"{stats.breaker} / {stats.write_breaker}"
+
+    def num_lost(self) -> int:
+        """Slots that did not come back after every hung call has returned."""
+        self._medium.go_on()
+        self._hung.clear()
+        self.engine.drain()
+        self.engine.core.check()
+        tiers = self.engine.core.stats().tiers
+        lost = sum(
+            tier.num_blocks - tier.free - tier.cached
+            for name, tier in tiers.items()
+            if name in ("device", "host")
+        )
+        self.engine.close()
+        return lost
+
+    def close_s(self) -> float:
+        """Seconds until the engine is closed though its storage stopped while it served."""
+        for prompt in _stored(self._work, self.engine):
+            self.engine.serve([prompt], max_tokens=1)
+        self._hung.append("close")
+        self._medium.stop()
+        clock = SystemClock()
+        began_s = clock.now()
+        self.engine.core.close()
+        return clock.now() - began_s
 
 
-def _compare(
-    plain: TierEngine, other: TierEngine, prompts: int, num_tokens: int
-) -> dict[str, float]:
+def _num_timeouts(engine: TierEngine) -> int:
+    stats = engine.core.stats()
+    storage = stats.storage
+    hung = 0 if storage is None else storage.reasons.get("hung", 0)
+    return hung + sum(link.failures.get("timeout", 0) for link in stats.links.values())
+
+
+def _stored(work: HungWorkload, engine: TierEngine) -> list[Tokens]:
+    return [
+        engine.make_prompt(work.num_tokens, seed=_STORED_SEED + number)
+        for number in range(_NUM_STORED)
+    ]
+
+
+def _compare(work: HungWorkload, plain: TierEngine, other: TierEngine) -> dict[str, float]:
+    """First tokens of `other` over those of `plain`, which serve in turns."""
     firsts: dict[TierEngine, list[float]] = {plain: [], other: []}
-    for number in range(prompts + 2):
-        order = (plain, other) if number % 2 else (other, plain)
-        for engine in order:
-            prompt = engine.make_prompt(num_tokens, seed=500_000 + number)
+    stored = _stored(work, plain)
+    for number in range(work.num_prompts + 2):
+        fresh = plain.make_prompt(work.num_tokens, seed=500_000 + number)
+        prompt = fresh if number % 2 else stored[number // 2 % _NUM_STORED]
+        for engine in (plain, other) if number % 4 < 2 else (other, plain):
+            engine.core.reset_cache()
             firsts[engine].append(engine.serve([prompt], max_tokens=1).first_s)
     return {
         f"p{q}": float(
@@ -118,40 +258,3 @@ def _compare(
         )
         for q in (50, 99)
     }
-
-
-def _open_breaker(engine: TierEngine, call: str, hung: list[str], num_tokens: int) -> None:
-    """Serve until the breaker of `call` is open."""
-    stored = [engine.make_prompt(num_tokens, seed=400_000 + number) for number in range(8)]
-    for prompt in stored:
-        engine.serve([prompt], max_tokens=1)
-    engine.drain()
-    engine.core.reset_cache()
-    hung.append(call)
-    clock = SystemClock()
-    end_s, number = clock.now() + _OPEN_S, 0
-    while True:
-        stats = engine.core.stats().storage
-        if stats is None or clock.now() > end_s:
-            raise InvariantError(f"the breaker did not open though {call} never returns")
-        if (stats.write_breaker if call == "write" else stats.breaker) == "open":
-            return
-        fresh = engine.make_prompt(num_tokens, seed=600_000 + number)
-        engine.serve([stored[number % 8] if call == "read" else fresh], max_tokens=1)
-        engine.core.reset_cache()
-        number += 1
-
-
-def _num_lost(engine: TierEngine, released: Event) -> int:
-    """Slots that did not come back after every hung call has returned."""
-    released.set()
-    engine.drain()
-    engine.core.check()
-    tiers = engine.core.stats().tiers
-    lost = sum(
-        tier.num_blocks - tier.free - tier.cached
-        for name, tier in tiers.items()
-        if name in ("device", "host")
-    )
-    engine.close()
-    return lost

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headwater.testing.ports import await_port, free_port
 
@@ -24,31 +24,53 @@ def open_media(folder: Path, *, capacity_bytes: int) -> Iterator[Media]:
             "reserve_bytes": 0,
         }
     }
-    redis = shutil.which("redis-server") or shutil.which("valkey-server")
-    mooncake = Path(sys.executable).with_name("mooncake_master")
     with ExitStack() as stack:
+        redis, mooncake = start_redis(folder, stack), start_mooncake(stack)
         if redis is not None:
-            port = free_port()
-            flags = f"--bind 127.0.0.1 --port {port} --appendonly no --dir {folder}".split()
-            stack.enter_context(_server([redis, *flags, "--save", ""], port))
-            media["redis"] = {"url": f"redis://127.0.0.1:{port}/0"}
-        if mooncake.exists():
-            port = free_port()
-            flags = [f"--rpc_port={port}", f"--metrics_port={free_port()}"]
-            flags += ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
-            stack.enter_context(_server([str(mooncake), *flags], port))
-            master = f"127.0.0.1:{port}"
-            media["mooncake"] = {"master": master, "segment_bytes": capacity_bytes}
+            media["redis"] = {"url": redis.address}
+        if mooncake is not None:
+            media["mooncake"] = {"master": mooncake.address, "segment_bytes": capacity_bytes}
         yield media
 
 
+class StorageServer(NamedTuple):
+    """A server of our own, and where it listens."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+
+def start_redis(folder: Path, stack: ExitStack) -> StorageServer | None:
+    """A Redis server until `stack` ends; None where none is installed."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        return None
+    port = free_port()
+    flags = f"--bind 127.0.0.1 --port {port} --appendonly no --dir {folder}".split()
+    process = stack.enter_context(start_server([program, *flags, "--save", ""], port))
+    return StorageServer(f"redis://127.0.0.1:{port}/0", process)
+
+
+def start_mooncake(stack: ExitStack) -> StorageServer | None:
+    """A Mooncake master until `stack` ends; None where it is not installed."""
+    program = Path(sys.executable).with_name("mooncake_master")
+    if not program.exists():
+        return None
+    port = free_port()
+    flags = [f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    flags += ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    process = stack.enter_context(start_server([str(program), *flags], port))
+    return StorageServer(f"127.0.0.1:{port}", process)
+
+
 @contextmanager
-def _server(command: list[str], port: int) -> Iterator[None]:
+def start_server(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, once it listens on `port`; killed at the end."""
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         try:
             await_port(port, process)
-            yield
+            yield process
         finally:
             process.kill()

@@ -11,6 +11,7 @@ import numpy as np
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.core import Runner
+from headwater.errors import InvariantError
 from headwater.launch.core import build_core
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request, SamplingParams
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from headwater.device.model import LoadedModel
 
 _DRAIN_S = 120.0
+_SERVE_S = 120.0
 
 
 @dataclass(slots=True)
@@ -96,6 +98,8 @@ class TierEngine:
         step_cpu_s, runner_cpu_s = 0.0, self._runner.cpu_s
         turns_s = []
         while waiting:
+            if self._clock.now() - began_s > _SERVE_S:
+                raise InvariantError(f"{waiting} requests did not end within {_SERVE_S:g} s")
             self.core.wait()
             began_cpu_s, decided_s = thread_time(), self.core._decide_s
             outputs = self.core.step()
@@ -161,6 +165,11 @@ class TierEngine:
         slots = cache.take(cache.num_available, now=self._clock.now())
         if slots is not None:
             cache.free(slots)
+
+    def limit_storage_calls(self, timeout_s: float) -> None:
+        """From now on no storage call is waited for longer."""
+        for link in self.core._mover._timeouts_s:  # nothing in production changes them later
+            self.core._mover._timeouts_s[link] = timeout_s
 
     def close(self) -> None:
         """Close after the last write, so that no write reaches a folder that is being removed."""

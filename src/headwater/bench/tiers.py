@@ -3,7 +3,7 @@
 (a) traffic that never hits, with and without tiers, in turns; (b) the time to the first token
 of a hit in each tier and of computing the same prompt; (c) many requests at once for one stored
 prefix; (d) bytes a second of each backend beside the barest use of its medium; (e) the first token
-while one kind of storage call never returns, once the breaker has opened, beside no storage;
+while a stopped backend never returns a call, once the breaker has opened, beside no storage;
 (f) sessions that do not fit on the device: what each turn finds of what it could; (g) a simulated
 grid: first tokens when loads are priced, over always and never waiting for storage; (h) with
 --trace: what storage finds when it accepts a quarter of what is computed, by order of writes.
@@ -23,8 +23,9 @@ import numpy as np
 
 from headwater.bench._backend_speed import measure_backends
 from headwater.bench._flags import read_flags
-from headwater.bench._hung_storage import CALLS, measure_hung
+from headwater.bench._hung_storage import CALLS, HungWorkload, measure_hung
 from headwater.bench._report import print_report
+from headwater.bench._stopped_media import BACKENDS
 from headwater.bench._storage_media import Media, open_media
 from headwater.bench._storage_order import measure_storage_order
 from headwater.bench._tier_engine import TierEngine, TierRun
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     options = read_flags(_parser(), argv)
     if options.quick:
         options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
-        options.hung_calls = ["contains"]
+        options.backends, options.hung_calls = ["memory"], ["contains"]
     options.folder = _model(options)
     result: Result = {}
     with tempfile.TemporaryDirectory(prefix="headwater-tiers-", dir=options.dir) as name:
@@ -166,14 +167,16 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
 def _measure_hung(options: Namespace) -> Result:
     from headwater.device.model import load
 
-    return measure_hung(
-        load(str(options.folder)),
-        _settings(options) | {"swap_space_gib": 0.25},
-        calls=options.hung_calls,
-        prompts=20 if options.quick else options.hung_prompts,
+    work = HungWorkload(
+        model=load(str(options.folder)),
+        settings=_settings(options) | {"swap_space_gib": 0.25},
+        num_prompts=20 if options.quick else options.hung_prompts,
         num_tokens=options.miss_tokens,
-        say=_say,
     )
+    with tempfile.TemporaryDirectory(prefix="headwater-hung-", dir=options.dir) as folder:
+        return measure_hung(
+            work, Path(folder), backends=options.backends, calls=options.hung_calls, say=_say
+        )
 
 
 def _measure_sessions(options: Namespace) -> Result:
@@ -292,9 +295,16 @@ def _parser() -> ArgumentParser:
         nargs="+",
         choices=CALLS,
         default=list(CALLS),
-        help="calls that hang (all)",
+        help="first call that the stopped backend does not answer (all)",
     )
-    add("--hung-prompts", type=int, default=300, help="prompts beside storage that hangs (300)")
+    add(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=list(BACKENDS),
+        help="what is stopped (all that are installed)",
+    )
+    add("--hung-prompts", type=int, default=100, help="prompts beside storage that hangs (100)")
     add("--dir", metavar="PATH", help="where the file backend stores (a temporary folder)")
     add("--quick", action="store_true", help="the built-in model, shorter prompts, fewer runs")
     add("--json", action="store_true", help="print one JSON object")

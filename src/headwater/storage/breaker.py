@@ -36,7 +36,7 @@ class BreakerConfig:
 
     max_failures: int = 3
     """Failed calls of one kind in a row that open the breaker. A call that does not end counts
-    too."""
+    too, and until it ends no call that works makes up for it."""
 
     recovery_s: float = 5.0
     """How long it stays open the first time."""
@@ -98,11 +98,12 @@ class Breaker:
             self._trial_ends_s = now + timeout_s
             return True
 
-    def succeed(self, kind: str = "call") -> None:
+    def succeed(self, kind: str = "call", num_hung: int = 0) -> None:
         """A call succeeded in time. Failures are counted for each `kind` of call, so that
-        successful lookups do not hide failing reads."""
+        successful lookups do not hide failing reads. `num_hung` calls of the kind have passed
+        their deadline and still run: they stay failures."""
         with self._lock:
-            del self._failures[kind]
+            self._failures[kind] = min(self._failures[kind], num_hung)
             if self._state is BreakerState.HALF_OPEN:
                 self._state = BreakerState.CLOSED
                 self._failures.clear()

@@ -2,7 +2,8 @@
 
 Reads (`contains`, `read`) and writes (`write`, `remove`) have a breaker each, because a store
 may refuse one and serve the other. A call that has not ended by its deadline counts as failed
-when the next call comes; its late end is ignored. While a breaker is open its calls raise
+when the next call comes; its late end is ignored. A store may answer some calls and hang in others,
+so a call that works does not make up for calls that still hang. While a breaker is open its calls raise
 StorageUnavailable at once.
 
 Requests wait for reads, so no request is used to test whether reads work again: a probe in a
@@ -14,8 +15,8 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from threading import Lock, Thread
+from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
 from typing import TypeVar
 
 from headwater.clock import Clock
@@ -63,6 +64,8 @@ class _Call:
     probe: Callable[[], object] | None
     """Repeats a read call, with separate memory."""
 
+    ended: Event = field(default_factory=Event)
+
 
 class GuardedStorage:
     """A `StorageBackend` that raises only StorageError, returns only checked values, and
@@ -85,6 +88,8 @@ class GuardedStorage:
         self._reasons: Counter[str] = Counter()
         self._running: dict[int, _Call] = {}
         """Calls that have not ended and are not overdue."""
+        self._hung: dict[str, list[Event]] = {}
+        """Calls that have passed their deadline, by kind; an event is set when its call ends."""
         self._num_calls = 0
         self._num_probing = 0
         self._probe: Callable[[], object] = lambda: None
@@ -212,16 +217,18 @@ class GuardedStorage:
         with self._lock:
             self._num_calls += 1
             number = self._num_calls
-            self._running[number] = _Call(kind, overdue_s, breaker, probe)
+            record = self._running[number] = _Call(kind, overdue_s, breaker, probe)
         try:
             answer = call()
         except Exception as error:
+            record.ended.set()
             self._end_call(number, error)
             if isinstance(error, StorageError):
                 raise
             raise StorageError(
                 f"storage backend raised {type(error).__name__}: {error}"
             ) from error
+        record.ended.set()
         self._end_call(number, None, was_refused=is_refused(answer))
         return answer
 
@@ -239,8 +246,10 @@ class GuardedStorage:
             self._fail(call, "full")
         elif error is None:
             self._was_full = self._was_full and call.breaker is not self._writes
-            call.breaker.succeed(call.kind)
+            call.breaker.succeed(call.kind, num_hung=self._num_hung(call.kind))
         else:
+            if isinstance(error, StorageTimeout) and error.quiet is not None:
+                self._num_hung(call.kind, error.quiet)
             self._fail(call, _reason(error))
 
     def _expire_calls(self) -> None:
@@ -251,7 +260,15 @@ class GuardedStorage:
             calls = [self._running.pop(number) for number in overdue]
             self._reasons["hung"] += len(calls)
         for call in calls:
+            self._num_hung(call.kind, call.ended)
             self._fail(call, "hung")
+
+    def _num_hung(self, kind: str, *added: Event) -> int:
+        """Calls of `kind` that passed their deadline and still run, those `added` included."""
+        with self._lock:
+            hung = [e for e in (*self._hung.get(kind, ()), *added) if not e.is_set()]
+            self._hung[kind] = hung
+        return len(hung)
 
     def _fail(self, call: _Call, reason: str) -> None:
         self._probe = call.probe or self._probe

@@ -11,7 +11,7 @@ from threading import Event, Lock, Thread
 
 from headwater.errors import StorageTimeout, StorageUnavailable
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
-from headwater.storage.counters import StorageCounters
+from headwater.storage.calls import StorageCounters
 from headwater.types import BlockKey
 
 log = logging.getLogger(__name__)
