@@ -219,6 +219,9 @@ class EngineConfig:
     load_timeout_s: float = 5.0
     """Longest wait of a request for lower tiers."""
 
+    step_timeout_s: float = 600.0
+    """Longest wait for one step of the device. After it the engine is dead, and is restarted."""
+
     storage_backend: str | None = None
     """Storage below the host tier: `file`, `redis`, `mooncake`, or `module:Class`."""
 
@@ -238,6 +241,10 @@ class EngineConfig:
         _positive("--max-model-len", self.max_model_len)
         _positive("--num-gpu-blocks-override", self.num_blocks_override)
         _positive("--threads", self.num_threads)
+        if not 0.0 < self.step_timeout_s < float("inf"):
+            raise ConfigError(
+                f"--step-timeout is a positive number of seconds, got {self.step_timeout_s}"
+            )
         if self.max_itl_ms is not None and not 0.0 <= self.max_itl_ms < float("inf"):
             raise ConfigError(f"--max-itl-ms cannot be negative, got {self.max_itl_ms:g}")
         _positive("--tensor-parallel-size", self.tensor_parallel_size)

@@ -1,5 +1,6 @@
 """How a server starts, dies and stops: exit codes, messages, and what clients are told."""
 
+import json
 import os
 import signal
 import socket
@@ -108,6 +109,40 @@ def test_a_killed_engine_is_told_to_every_client_at_once_and_is_replaced():
     log = "".join(server.errors)
     assert log.count("engine died: ") == 1
     assert "reason=the engine process ended with signal 9" in log
+    assert "engine restarted: " in log
+
+
+def test_a_device_step_that_never_ends_is_told_to_every_client_and_the_engine_is_replaced(
+    tmp_path,
+):
+    """The watchdog declares the engine dead after --step-timeout. Streams and waiting requests get
+    `engine_dead` with the reason, the supervisor restarts it, and the next request is answered."""
+    order = tmp_path / "hang"
+    server = LiveServer(
+        *("--max-num-seqs", "1", "--step-timeout", "8", "--swap-space", "0.1"),
+        *("--kvcache-storage-backend", "tests.e2e.hung_device:HungDevice"),
+        *("--kvcache-storage-config", json.dumps({"order": str(order)})),
+    ).wait_ready()
+    stream = server.open_stream(max_tokens=8000)
+    stream.next()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.complete)
+        server.until(lambda state: state["num_waiting"] > 0)
+
+        order.touch()
+
+        told = stream.rest()[-1]["error"]
+        answer = waiting.result(timeout=60)
+    stream.close()
+    assert told["code"] == answer.json()["error"]["code"] == "engine_dead"
+    assert "did not end within 8 s: the device hangs or is lost" in told["message"]
+    server.until_healthy()
+    assert server.complete(max_tokens=4).status_code == 200
+    assert "headwater:engine_restarts_total 1.0" in server.get("/metrics").text
+    assert server.stop() == 0
+    log = "".join(server.errors)
+    assert log.count("engine died: ") == 1
+    assert "the device hangs: step=" in log
     assert "engine restarted: " in log
 
 

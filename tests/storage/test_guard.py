@@ -156,6 +156,38 @@ def test_calls_that_never_end_open_the_breaker(name: str) -> None:
     backend.gate.set()
 
 
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_calls_that_work_do_not_make_up_for_calls_that_still_hang(gives_up: bool) -> None:
+    """A store may answer some lookups from memory and hang in others. The third that hangs opens the
+    breaker, whether the backend raises StorageTimeout or does not return at all."""
+    clock, memory = VirtualClock(), make_memory()
+    guarded = GuardedStorage(memory, CONFIG, clock, spawn=Probes())
+    answer, num_hung, gate = memory.contains, [0], Event()
+
+    def hang(runs: object, *, timeout_s: float) -> list[int]:
+        num_hung[0] += 1
+        if gives_up:
+            raise StorageTimeout("no answer", quiet=gate)
+        gate.wait()
+        raise StorageError("it hung")
+
+    for count in range(1, 4):
+        memory.contains = hang  # type: ignore[method-assign]
+        call_in_thread(lambda: guarded.contains([KEYS], timeout_s=1))
+        while num_hung[0] < count:
+            pass
+        clock.advance(10.0)
+        guarded.stats()
+        if count < 3:
+            memory.contains = answer  # type: ignore[method-assign]
+            guarded.contains([KEYS], timeout_s=1)
+
+    end_s = SystemClock().now() + 20.0
+    while guarded.stats().breaker != "open":
+        assert SystemClock().now() < end_s, "three calls hang, and the breaker is closed"
+    gate.set()
+
+
 def test_hung_probes_are_bounded_and_reopen_the_breaker() -> None:
     """A store that hangs for ever costs a bounded number of threads, and no request any time."""
     clock, backend = VirtualClock(), Hanging("contains")

@@ -117,6 +117,15 @@ def _add_http(parser: ArgumentParser) -> None:
         help="HTTP worker processes on the port (1 with --device cpu, else a quarter of the cores)",
     )
     group.add_argument(
+        "--step-timeout",
+        type=number_value,
+        metavar="S",
+        default=_ENGINE.step_timeout_s,
+        help=help_text(
+            "longest wait in seconds for a device step; then the engine is restarted"
+        ),
+    )
+    group.add_argument(
         "--max-engine-restarts",
         type=int,
         metavar="N",

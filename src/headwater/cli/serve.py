@@ -97,6 +97,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         save_preempted=options.save_preempted,
         load_policy=options.load_policy,
         load_timeout_s=options.load_timeout,
+        step_timeout_s=options.step_timeout,
         storage_backend=options.kvcache_storage_backend,
         peers=_peers(options),
         storage_config=_settings("--kvcache-storage-config", options.kvcache_storage_config),

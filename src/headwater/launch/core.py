@@ -136,6 +136,7 @@ def _build(
     )
     mover = open_mover(config, scheduler.cache, memory, clock)
     core = EngineCore(scheduler, runner, clock, mover)
+    core.step_timeout_s = config.step_timeout_s
     if kept is not None:
         directory = kept.adopt(cache, layout.block_bytes, clock)
         recorder = HostRecorder(cache, directory, clock)
