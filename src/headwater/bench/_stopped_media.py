@@ -49,7 +49,7 @@ class StoppableMedium(Protocol):
         """Answer again, also what was asked meanwhile."""
 
 
-class MemoryMedium:
+class WaitingMedium:
     """This process: a named call itself waits."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class MemoryMedium:
         self._released.set()
 
 
-class ProcessMedium:
+class StoppableServer:
     """A server, stopped with SIGSTOP."""
 
     def __init__(
@@ -85,7 +85,7 @@ class ProcessMedium:
         self._process.send_signal(signal.SIGCONT)
 
 
-class DirectoryMedium:
+class StoppableDirectory:
     """A directory, stopped by the two means above."""
 
     def __init__(self, path: Path) -> None:
@@ -177,19 +177,19 @@ def open_medium(name: str, folder: Path) -> Iterator[StoppableMedium | None]:
 
 def _open(name: str, folder: Path, stack: ExitStack) -> StoppableMedium | None:
     if name == "memory":
-        return MemoryMedium()
+        return WaitingMedium()
     if name == "file":
-        return DirectoryMedium(folder / "blocks")
+        return StoppableDirectory(folder / "blocks")
     if name == "redis":
         redis = start_redis(folder, stack)
-        return redis and ProcessMedium(name, {"url": redis.address}, redis.process)
+        return redis and StoppableServer(name, {"url": redis.address}, redis.process)
     master = start_mooncake(stack)
     if master is None:
         return None
     settings = {"master": master.address, "segment_bytes": 0, "join_timeout_s": 1.0}
     peer = _start_peer(master.address, stack)
     stopped = master.process if name == "mooncake-master" else peer
-    return ProcessMedium("mooncake", settings, stopped)
+    return StoppableServer("mooncake", settings, stopped)
 
 
 def _start_peer(master: str, stack: ExitStack) -> subprocess.Popen[bytes]:
