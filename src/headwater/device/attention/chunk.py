@@ -49,9 +49,9 @@ class ChunkRow:
         own: tuple[Tensor, Tensor],
         variant: Variant,
     ) -> Tensor:
-        """`[tokens, heads, head_dim]`. This step's K and V, `own`, are in the pool already.
+        """`[tokens, heads, head_dim]`. This step's K and V, `own`, are already in the pool.
 
-        A row without a prefix never reads the pool: what it sees is what it just computed.
+        A row without a prefix does not read the pool: it uses the K and V it has just computed.
         """
         if (
             variant.has_plain_scores

@@ -192,9 +192,9 @@ def _join(
 def attend_decodes(
     query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
-    """Attend one token a row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
+    """Attention of one token per row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
 
-    Over a pool of latents, `out` has as many numbers as a latent. K and V of the rows' own
+    Over a pool of latents, `out` has the size of a latent. K and V of the rows' own
     tokens are already in the pool. The output of padding rows (context 0) is undefined and must
     not be read.
     """

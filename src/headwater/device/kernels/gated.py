@@ -74,9 +74,9 @@ def gate_up(
     is_eager: bool,
     activation: GateActivation = GateActivation.SILU,
 ) -> Tensor:
-    """`activation(x @ gate.T) * (x @ up.T)` with `weight` the rows of gate and up in turn.
+    """`activation(x @ gate.T) * (x @ up.T)`; `weight` has the rows interleaved.
 
-    `is_eager` says that this is no part of a graph.
+    `is_eager` means that this is not part of a graph.
     """
     rows = len(x)
     is_small = is_eager and rows < MIN_EAGER_ROWS
