@@ -1,4 +1,4 @@
-"""`python -m headwater.bench NAME …`: a benchmark where the libraries of the server are missing."""
+"""`python -m headwater.bench NAME …`: runs a benchmark without the libraries of the server."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,7 @@ from headwater.errors import HeadwaterError
 
 
 def main(arguments: list[str]) -> int:
-    """Run one benchmark; the exit code."""
+    """Run one benchmark; return the exit code."""
     name = arguments[0] if arguments else ""
     known = name.isidentifier() and not name.startswith("_")
     if not known or importlib.util.find_spec(f"headwater.bench.{name}") is None:

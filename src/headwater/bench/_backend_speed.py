@@ -1,4 +1,4 @@
-"""MB/s of each storage backend against the ceiling of its medium, in turns."""
+"""Speed of each storage backend against the ceiling of its medium, measured alternately."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 1 << 20
 _SLOT_BYTES = _BLOCK_BYTES + 4096
 _TIMEOUT_S = 120.0
 _WARM_UP = 3
-"""Turns that do not count: after them every slot and page has been used before."""
+"""Warm-up turns: after them every slot and page has been used before."""
 
 Speeds = dict[str, dict[str, float]]
 

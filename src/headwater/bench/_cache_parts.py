@@ -1,7 +1,7 @@
-"""What tiers, KV events and block-by-block commits add to the cost of a request in the cache.
+"""The cost that tiers, KV events and block-by-block commits add to a request in the cache.
 
-Each configuration has everything of the one before it. The offloads that it asks for are planned
-and end at once, as if the copies took no time: what is timed is the deciding.
+Each configuration adds to the one before. Its offloads are planned and end at once, as if
+copies took no time: only the decisions are timed.
 """
 
 import time
@@ -46,7 +46,8 @@ class _Times:
 def measure_parts(
     requests: list[TraceRequest], *, capacity_blocks: int, block: int, repeats: int
 ) -> dict[str, Any]:
-    """Mean microseconds a request, by configuration and part; the fastest of `repeats` replays."""
+    """Mean microseconds per request, by configuration and part; the fastest of `repeats`
+    replays."""
     result: dict[str, Any] = {}
     for name, settings in CONFIGURATIONS.items():
         for by_block in (False, True) if name == "events" else (False,):
@@ -111,7 +112,8 @@ def _replay(
 def _serve(
     cache: TieredCache, owner: RequestId, prompt: Tokens, whole: Tokens, *, by_block: bool
 ) -> None:
-    """One request, from its match to its release; output committed at once or block by block."""
+    """One request, from its match to its release; output is committed at once or block by
+    block."""
     size = cache.block_tokens
     path = TokenPath(prompt)
     lease = cache.lease(cache.match(path, (len(prompt) - 1) // size), owner=owner, now=0.0)
@@ -129,7 +131,7 @@ def _serve(
 
 
 def _offload(cache: TieredCache) -> int:
-    """Plan the offloads that are wanted now, and let each end well; how many blocks."""
+    """Plan the offloads that are due, let each succeed, and return the number of blocks."""
     count = 0
     for plan in cache.plan_offloads(
         limit_blocks=_MAX_OFFLOAD_BLOCKS, limit_stored=_MAX_OFFLOAD_BLOCKS, now=0.0

@@ -1,7 +1,8 @@
-"""What one step of the engine costs its loop: deciding, applying the result, encoding the outputs.
+"""The cost of one engine step in the loop: scheduling, applying the result, encoding the
+outputs.
 
 All sequences have the same length, so their blocks fill in the same step: the worst case for
-commits. Times are of the loop's thread alone.
+commits. Times are those of the loop's thread.
 """
 
 import time
@@ -60,7 +61,8 @@ def measure_encode(num_sequences: int, *, num_steps: int) -> dict[str, float]:
         for number, output in enumerate(outputs):
             entry.add(output.request_id, b"%d.0" % (number % count))
     settle_collector()
-    for _ in range(num_steps):  # interleaved, so that all see the same machine
+    # interleaved, so that all are measured under the same conditions
+    for _ in range(num_steps):
         for count, entry in owners.items():
             begin = time.thread_time()
             entry.pack(outputs)

@@ -1,7 +1,7 @@
-"""How fast a medium is without a backend: the barest calls that move blocks, and a checksum.
+"""The speed of a medium without a backend: the simplest calls that move blocks, and a checksum.
 
-Each `Ceiling` moves the same blocks as the backend beside it and passes over each of them
-once, since a verifying reader has to.
+Each `Ceiling` moves the same blocks as its backend and reads each of them once more, because a
+verifying reader must do so.
 """
 
 import mmap
@@ -22,7 +22,7 @@ _FILE_THREADS = 4
 _MOONCAKE_THREADS = 4
 _MOONCAKE_BATCH = 16
 _ASKED_AHEAD = 4
-"""Values on their way from a Redis server at once: more fill its buffers and are slower."""
+"""Values requested from a Redis server at once: more fill its buffers and are slower."""
 
 
 class Ceiling(Protocol):
@@ -33,7 +33,7 @@ class Ceiling(Protocol):
     def read(self, into: Sequence[memoryview]) -> None: ...
 
     def forget(self, count: int) -> None:
-        """Remove the blocks, as the backend beside it does: what comes next is new to both."""
+        """Remove the blocks, as the backend does, so that the next ones are new to both."""
 
     def close(self) -> None: ...
 
@@ -55,14 +55,14 @@ class MemoryCeiling:
             checksum(view)
 
     def forget(self, count: int) -> None:
-        """They are written over."""
+        """Nothing to do: they are overwritten."""
 
     def close(self) -> None:
         """Nothing to release."""
 
 
 class FileCeiling:
-    """Direct reads and writes of one file from a few threads; buffered where that is refused."""
+    """Direct reads and writes of one file from a few threads; buffered if that is refused."""
 
     def __init__(self, folder: Path, num_blocks: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -90,7 +90,7 @@ class FileCeiling:
         list(self._threads.map(get, range(len(into))))
 
     def forget(self, count: int) -> None:
-        """They are written over, as the slots of a backend are."""
+        """Nothing to do: they are overwritten, like the slots of a backend."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -99,7 +99,7 @@ class FileCeiling:
 
 
 class RedisCeiling:
-    """A bare socket that speaks just enough RESP for values of one size."""
+    """A plain socket with just enough RESP for values of one size."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -151,8 +151,8 @@ class RedisCeiling:
 class MooncakeCeiling:
     """Batch calls of a store that has joined the pool, on memory it has registered.
 
-    Several batches are in flight, so that one is checked while another moves: one large batch,
-    with all checksums before or after it, is up to a quarter slower than the store can be.
+    Several batches are in flight, so that one is checked while another moves. One large batch,
+    with all checksums before or after it, is up to a quarter slower.
     """
 
     def __init__(self, store: Any) -> None:  # noqa: ANN401 -- untyped package
@@ -183,7 +183,7 @@ class MooncakeCeiling:
         self._store.batch_remove([f"ceiling{n}" for n in range(count)], True)
 
     def close(self) -> None:
-        """The store is its backend's."""
+        """Nothing to do: the store belongs to its backend."""
         self._threads.shutdown()
 
 
@@ -193,7 +193,7 @@ def _batch(views: Sequence[memoryview], start: int) -> tuple[list[str], list[int
 
 
 def page_memory(num_bytes: int) -> memoryview:
-    """Memory that starts on a page, every page of it given by the system."""
+    """Page-aligned memory whose pages are all allocated."""
     memory = memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     np.frombuffer(memory, dtype=np.uint8)[:] = 1
     return memory

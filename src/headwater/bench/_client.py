@@ -1,7 +1,7 @@
-"""A client of the completions API that costs little: one process, raw HTTP, asyncio.
+"""A cheap client of the completions API: one process, raw HTTP, asyncio.
 
-It shares a core with the server's front, so while answers arrive it only notes the time of
-each read; what they say is looked at when they have ended.
+It shares a core with the HTTP workers. While answers arrive, it only records the time of each
+read; the content is parsed when they have ended.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One streamed answer, and when each of its reads returned."""
+    """One streamed answer, with the time of each of its reads."""
 
     began_s: float
     reads: list[tuple[float, bytes]]
@@ -41,7 +41,7 @@ class Answer:
         return usage
 
     def token_ids(self) -> list[int]:
-        """What was generated, of an answer that was asked for it."""
+        """The generated token ids, if the request asked for them."""
         choices = [choice for event in self._events() for choice in event["choices"]]
         return [token for choice in choices for token in choice["token_ids"]]
 
@@ -97,7 +97,8 @@ async def connected(port: int) -> AsyncIterator[BenchConnection]:
 
 
 def _unchunked(body: bytes) -> bytes:
-    """The content of a body in chunks: a line with its length in hex before each."""
+    """The content of a chunked body: each chunk is preceded by a line with its length in
+    hex."""
     parts: list[bytes] = []
     at = 0
     while True:

@@ -1,4 +1,5 @@
-"""What `bench serve` asks: conversations of token ids, sent by several clients at once."""
+"""The workloads of `bench serve`: conversations of token ids, sent by several clients at
+once."""
 
 import asyncio
 from collections import deque
@@ -11,7 +12,7 @@ import numpy as np
 from headwater.bench._client import Answer, connected
 
 PREFIX_TOKENS = 512
-"""What conversations have in common: longer than it is cheap, short enough for one core."""
+"""Length of the common beginning: worth caching, but short enough for one core."""
 
 _FIRST_TOKEN, _LAST_TOKEN = 300, 31_000
 _OWN_TOKENS = 32
@@ -19,7 +20,7 @@ _TURNS = 3
 
 PERSONS: dict[str, Any] = {
     "type": "array",
-    "minItems": 1000,  # longer than any answer, so that each has all its tokens
+    "minItems": 1000,  # longer than any answer, so that each answer has all its tokens
     "items": {
         "type": "object",
         "properties": {
@@ -42,20 +43,20 @@ PERSONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConversation:
-    """Turns of one client, each asked when the one before is answered."""
+    """Turns of one client; each is sent when the previous one is answered."""
 
     opening: list[int]
     turns: list[list[int]]
-    """Tokens appended to the conversation so far; then the model continues."""
+    """Tokens appended to the conversation; then the model continues."""
 
     output_tokens: int
     schema: dict[str, Any] | None = None
-    """What the answers must look like; None allows everything."""
+    """The constraint on the answers; None means no constraint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationLoad:
-    """Conversations, and those that run before the clock starts."""
+    """Conversations, and those that run before the measurement."""
 
     name: str
     conversations: list[BenchConversation]
@@ -69,7 +70,7 @@ def make_workload(
     random = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:
-        # Below the specials of the byte-level tokenizer, or above them.
+        # Ids below or above the special tokens of the byte-level tokenizer.
         span = (0, 256) if vocab <= _LAST_TOKEN else (_FIRST_TOKEN, _LAST_TOKEN)
         return [int(token) for token in random.integers(*span, count)]
 
@@ -107,7 +108,8 @@ WORKLOADS = ("shared-prefix", "multi-turn", "full-hit", JSON)
 async def run_conversations(
     workload: ConversationLoad, *, port: int, model: str, concurrency: int
 ) -> list[Answer]:
-    """All answers, of `concurrency` clients that take the next conversation when done."""
+    """All answers; each of `concurrency` clients takes the next conversation when it has
+    finished one."""
     waiting = deque(workload.before)
     await _play_all(waiting, port, model, 1)
     waiting = deque(workload.conversations)

@@ -1,4 +1,5 @@
-"""The command line of a benchmark: as strict and as helpful as that of every other command."""
+"""The command line of a benchmark, with the same checks and suggestions as every other
+command."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from headwater.words import suggest
 
 
 def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """The options; an unknown flag ends the program with what was probably meant, and code 2."""
+    """The options. An unknown flag ends the program with a suggestion and exit code 2."""
     parser.allow_abbrev = False
     options, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -1,4 +1,4 @@
-"""What the machine itself can do: memory, copies, and one matrix product."""
+"""The limits of the machine: memory bandwidth, copies, and one matrix product."""
 
 from statistics import median
 from typing import Any

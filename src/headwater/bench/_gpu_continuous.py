@@ -1,4 +1,4 @@
-"""The very same requests, all at once, to Headwater and to transformers' continuous batching."""
+"""The same requests, all at once, to Headwater and to transformers' continuous batching."""
 
 from typing import Any, NamedTuple
 
@@ -18,11 +18,11 @@ class RequestMix(NamedTuple):
 
 
 WORKLOADS = {"64_in_64_out": RequestMix(64, 64), "1k_in_32_out": RequestMix(1000, 32)}
-"""Hardly any prompt; and the context of 1 k that decode is measured at."""
+"""Almost no prompt; and the context of 1 k at which decode is measured."""
 
 
 def serve_ours(engine: GpuEngine) -> dict[str, peers.PeerThroughput]:
-    """Every workload by the engine; kernels and graphs are there by then."""
+    """Serve every workload with the engine, whose kernels and graphs are ready."""
     found = {}
     for name, (prompt, output) in WORKLOADS.items():
         engine.serve(_prompts(engine, prompt, seed=10**8), max_tokens=4)
@@ -37,7 +37,8 @@ def serve_ours(engine: GpuEngine) -> dict[str, peers.PeerThroughput]:
 def compare(
     model: LoadedModel, engine: GpuEngine, ours: dict[str, peers.PeerThroughput]
 ) -> dict[str, Any]:
-    """transformers' with its own settings, once the engine's memory is free, and the ratios."""
+    """Run transformers with its own settings after the engine's memory is free, and compute the
+    ratios."""
     found = {}
     for name, (prompt, output) in WORKLOADS.items():
         inputs = [tokens.tolist() for tokens in _prompts(engine, prompt, seed=0)]

@@ -1,4 +1,5 @@
-"""Decode through the scheduler, as a share of what memory allows; and copies beside it."""
+"""Decode through the scheduler, as a share of the memory roofline; and copies at the same
+time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +16,20 @@ from headwater.types import JobId, Tier, Tokens
 
 PROMPT = 976
 OUTPUT = 96
-"""So that the context is 1 k in the middle of the output."""
+"""Chosen so that the context is 1 k in the middle of the output."""
 
 _SKIPPED = 4
 """Steps after the last prompt that are not counted."""
 
 _JOB_BLOCKS = 32
 _JOBS = 8
-"""Most in flight at once: a step's time of copies must be queued when the loop looks again."""
+"""Most copies in flight: enough for one step must be queued when the loop looks again."""
 
 _PACE_GB_S = 41.5
-"""Moved while decoding, so that the figures are those of 40 GB/s and not of a full link."""
+"""Rate of copies during decode: figures are for 40 GB/s and not for a full link."""
 
 _TAIL = 32
-"""Tokens at the end of a prompt that are new in each round; the others are found cached."""
+"""New tokens at the end of a prompt in each round; the others are cached."""
 
 
 def measure_decode(
@@ -91,7 +92,7 @@ def measure_copies(
 
 
 class Traffic:
-    """Copies without end over some slots of the pool, as jobs of the engine's own copier."""
+    """Endless copies over some slots of the pool, as jobs of the engine's own copier."""
 
     def __init__(self, engine: GpuEngine) -> None:
         self._engine = engine
@@ -107,7 +108,7 @@ class Traffic:
         self._began_s = 0.0
 
     def rate_alone(self, kind: Any) -> float:  # noqa: ANN401 -- a class of plans
-        """GB a second with nothing else on the device."""
+        """GB per second with nothing else on the device."""
         for jobs in (6, 60):
             self.begin(kind)
             while self._done < jobs:
@@ -123,7 +124,7 @@ class Traffic:
         self.keep_going()
 
     def keep_going(self, pace_gb_s: float = _PACE_GB_S) -> None:
-        """Start what has become due since the begin, as far as jobs may be in flight."""
+        """Start the copies that have become due, within the limit of jobs in flight."""
         self._done += len(self._mover.take(now=0.0))
         seconds = self._engine.clock.now() - self._began_s
         job_gb = _JOB_BLOCKS * self._engine.block_bytes / 1e9
@@ -132,7 +133,7 @@ class Traffic:
             self._start()
 
     def end(self) -> float:
-        """Stop; the rate since the begin, until the last copy was there."""
+        """Stop, and return the rate from the begin to the end of the last copy."""
         while self._mover.num_in_flight:
             self._mover.completions.wait(10)
             self._done += len(self._mover.take(now=0.0))
@@ -164,7 +165,7 @@ class Traffic:
 def serve_batch(
     engine: GpuEngine, batch: int, *, seed: int, max_tokens: int = OUTPUT
 ) -> GpuRun:
-    """So many requests with a context of about 1 k, all at once."""
+    """Serve this many requests with a context of about 1 k, all at once."""
     engine.runner.warm(batch)
     return engine.serve(_prompts(engine, batch, seed=seed), max_tokens=max_tokens)
 
@@ -175,7 +176,7 @@ def _serve_again(
     turn: int,
     between: Callable[[], None] | None = None,
 ) -> GpuRun:
-    """Prompts that are cached but for their ends, so that nearly all of it is decoding."""
+    """Prompts that are cached except for their ends, so that nearly everything is decoding."""
     again = []
     for row, prompt in enumerate(prompts):
         tail = engine.prompt(_TAIL, seed=turn * 1_000_000 + row)
@@ -184,7 +185,8 @@ def _serve_again(
 
 
 def _prompts(engine: GpuEngine, batch: int, *, seed: int) -> list[Tokens]:
-    # Lengths differ by up to a block: sequences that all fill a block in the same step are rare.
+    # Lengths differ by up to a block, because sequences rarely all fill a block in the same
+    # step.
     lengths = [PROMPT + row * 37 % BLOCK_TOKENS - BLOCK_TOKENS // 2 for row in range(batch)]
     return [engine.prompt(n, seed * 1_000 + row) for row, n in enumerate(lengths)]
 
@@ -192,7 +194,7 @@ def _prompts(engine: GpuEngine, batch: int, *, seed: int) -> list[Tokens]:
 def _compared(
     plain: list[GpuRun], beside: list[GpuRun], steps: Callable[[GpuRun], list[float]]
 ) -> dict[str, float]:
-    """Steps of rounds without copies and with them."""
+    """Steps of rounds without and with copies."""
     found = {}
     for which in (50, 99):
         without, with_copies = (
@@ -208,6 +210,6 @@ def _compared(
 
 
 def blocks_for(batch: int) -> int:
-    """Blocks that a batch of these prompts needs, and the traffic beside it."""
+    """Blocks for a batch of these prompts and for the copies."""
     each = -(-(PROMPT + OUTPUT + BLOCK_TOKENS // 2) // BLOCK_TOKENS) + 1
     return batch * each + _JOBS * _JOB_BLOCKS + 64

@@ -1,4 +1,4 @@
-"""An engine on the GPU in this process, over a model of random weights with real shapes."""
+"""An engine on the GPU in this process, with random weights of real shapes."""
 
 import gc
 import itertools
@@ -41,13 +41,13 @@ _POLL_S = 0.02
 
 
 def require_gpu() -> None:
-    """A ConfigError if there is none."""
+    """Raise ConfigError if there is no GPU."""
     if not torch.cuda.is_available():
         raise ConfigError("this benchmark needs an NVIDIA GPU, and torch finds none")
 
 
 def make_model(name: str) -> LoadedModel:
-    """A model of random weights on the GPU, in bfloat16; nothing is read from anywhere."""
+    """A model of random weights on the GPU, in bfloat16; no files are read."""
     return random_model(SHAPES[name]())
 
 
@@ -64,7 +64,7 @@ def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedMode
         for weight in module.parameters():
             weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
     for name, values in module.named_buffers():
-        # Buffers that are computed, not loaded, are lost on the way over the meta device.
+        # Computed buffers are lost on the meta device.
         if name.endswith("embed_scale"):
             values.fill_(config.hidden_size**0.5)
         elif name.endswith("correction_bias"):
@@ -87,13 +87,13 @@ def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedMode
 
 
 def release_memory() -> None:
-    """Give back the device memory of what is no longer used."""
+    """Free the device memory of unused objects."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """What a decode step reads of the weights: all but the embedding's rows it does not want."""
+    """Bytes of weights that a decode step reads: all except unused embedding rows."""
     module: Any = model.module
     whole = sum(weight.nbytes for weight in module.parameters())
     for part in module.modules():
@@ -104,28 +104,27 @@ def weight_bytes(model: LoadedModel) -> int:
 
 @dataclass(slots=True)
 class GpuRun:
-    """What came of some requests."""
+    """The results of some requests."""
 
     seconds: float = 0.0
     first_s: list[float] = field(default_factory=list)
-    """Per request: until its first token, in the order of those tokens."""
+    """Per request: seconds to its first token, in the order of those tokens."""
 
     steps_s: list[float] = field(default_factory=list)
-    """Between collected steps while every request was decoding, and none began or ended."""
+    """Seconds between collected steps while every request was decoding and none began or
+    ended."""
 
     device_steps_s: list[float] = field(default_factory=list)
-    """The same steps, from end to end on the device."""
+    """The same steps, measured on the device."""
 
     output_tokens: int = 0
     found: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens that were found, by tier."""
+    """Cached prompt tokens, by tier."""
 
 
 class MarkingRunner(CudaRunner):
-    """Marks where each step ends on the device, whenever the host comes to know of it.
-
-    `last_mark` is the end of the step that was collected last.
-    """
+    """Marks the end of each step on the device. `last_mark` is the end of the last collected
+    step."""
 
     def __init__(self, model: LoadedModel, **limits: Any) -> None:  # noqa: ANN401 -- passed on
         super().__init__(model, **limits)
@@ -202,12 +201,12 @@ class GpuEngine:
         self._vocab = model.vocab_size
 
     def prompt(self, num_tokens: int, seed: int) -> Tokens:
-        """Tokens that no other seed begins with."""
+        """A prompt that shares no beginning with other seeds."""
         random = np.random.default_rng(seed)
         return random.integers(0, self._vocab, num_tokens).astype(np.int32)
 
     def add(self, prompt: Tokens, max_tokens: int, **sampling: Any) -> RequestId:  # noqa: ANN401
-        """One more request, from now on; greedy unless `sampling` says otherwise."""
+        """Add one request, starting now; greedy unless `sampling` is given."""
         name = RequestId(f"bench-{next(self._numbers)}")
         asked = {"temperature": 0.0, **sampling}
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **asked)
@@ -224,10 +223,8 @@ class GpuEngine:
         between: Callable[[], None] | None = None,
         sampling: Sequence[Mapping[str, Any]] = (),
     ) -> GpuRun:
-        """All at once, until the last has ended; `between` is called after each step.
-
-        `sampling` is taken in turn by the requests; without it all are greedy.
-        """
+        """Serve all requests at once; `between` is called after each step. Requests use the
+        values of `sampling` in turn; without it all are greedy."""
         served, began_s = GpuRun(), self.clock.now()
         for number, prompt in enumerate(prompts):
             asked = sampling[number % len(sampling)] if sampling else {}
@@ -263,7 +260,7 @@ class GpuEngine:
         return served
 
     def tokens(self, prompt: Tokens, *, max_tokens: int) -> list[int]:
-        """What one request is answered; `last_found` is then where its prompt was found."""
+        """The output of one request; `last_found` is then where its prompt was found."""
         name, tokens, ended = self.add(prompt, max_tokens), list[int](), False
         while not ended:
             self.core.wait()
@@ -276,7 +273,7 @@ class GpuEngine:
         return tokens
 
     def drain(self) -> None:
-        """Until everything that is being written is written."""
+        """Run until all writes have ended."""
         self.core.drain(120.0)
 
     def await_pinned(self) -> None:
@@ -291,7 +288,7 @@ class GpuEngine:
             self.cache.free(slots)
 
     def clear_host(self) -> None:
-        """Forget what is in memory; what is in storage is asked for again."""
+        """Forget everything in memory; storage is looked up again."""
         self.cache.reset()
 
     def close(self) -> None:

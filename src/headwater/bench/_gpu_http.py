@@ -1,4 +1,4 @@
-"""A server and its clients on the machine with the GPU: rates, first waves, mixed load."""
+"""A server and its clients on the GPU machine: rates, first waves, mixed load."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
 
 @contextmanager
 def model_folder(shape: str) -> Iterator[Path]:
-    """A folder with random weights of `shape`, in memory where there is such a file system."""
+    """A folder with random weights of `shape`, in memory if there is such a file system."""
     parent = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=parent) as name:
         folder = Path(name)
@@ -58,7 +58,7 @@ def model_folder(shape: str) -> Iterator[Path]:
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[tuple[RunningServer, float]]:
-    """`headwater serve` on the GPU, once it is ready, and the seconds until then."""
+    """`headwater serve` on the GPU when it is ready, and the seconds until then."""
     port, clock = free_port(), SystemClock()
     command = [sys.executable, "-m", "headwater", "serve", str(folder), "--device", "cuda"]
     command += ["--port", str(port), "--served-model-name", "bench", *flags]
@@ -90,8 +90,8 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[RunningServer, float]]:
 
 
 def measure_http(folder: Path, clients: tuple[int, ...]) -> dict[str, Any]:
-    """A server with default settings: its first waves, then streaming completions of 200 tokens in,
-    of which 192 are shared, and 128 out."""
+    """A server with default settings: its first waves, then streaming completions with 200
+    prompt tokens, of which 192 are shared, and 128 output tokens."""
     found: dict[str, Any] = {}
     with serving(folder) as (server, ready_s):
         found["ready_s"] = ready_s
@@ -110,7 +110,7 @@ def measure_http(folder: Path, clients: tuple[int, ...]) -> dict[str, Any]:
 
 
 def first_waves(folder: Path, *flags: str) -> dict[str, Any]:
-    """The first waves of a server that serves nothing else."""
+    """The first waves of a server without other load."""
     with serving(folder, *flags) as (server, ready_s):
         return {
             "ready_s": ready_s,
@@ -131,7 +131,8 @@ def compare_waves(with_host: dict[str, Any], without: dict[str, Any]) -> dict[st
 
 
 def _waves(server: RunningServer) -> list[dict[str, float]]:
-    """16 prompts of 4,000 tokens, 16 out, at once: the first thing a server is asked, and again."""
+    """16 prompts of 4,000 tokens with 16 output tokens at once: the first requests of a server,
+    and again."""
     return [
         _load(server, clients=16, requests=16, prompt=4000, output=16, shared=0, seed=seed)
         for seed in (1, 2)
@@ -139,7 +140,8 @@ def _waves(server: RunningServer) -> list[dict[str, float]]:
 
 
 def measure_mixed(folder: Path, budgets: tuple[int, ...]) -> dict[str, Any]:
-    """1,000 tokens in, nothing shared, 128 out, 128 clients: the adaptive budget beside fixed."""
+    """1,000 prompt tokens, nothing shared, 128 output tokens, 128 clients: the adaptive budget
+    against fixed ones."""
     found: dict[str, Any] = {}
     settings = {"adaptive": [], **{
         f"fixed_{tokens}": ["--max-itl-ms", "0", "--max-num-batched-tokens", str(tokens)]

@@ -1,4 +1,4 @@
-"""Decode steps of requests that are bound to a JSON schema, beside free ones."""
+"""Decode steps of requests with a JSON schema, compared with unconstrained ones."""
 
 import json
 from typing import Any
@@ -32,16 +32,17 @@ SCHEMA = {
     },
     "minItems": 1000,
 }
-"""No answer is complete within the output."""
+"""Chosen so that no answer is complete within the output."""
 
 
 def blocks_for(batch: int) -> int:
-    """Device blocks that so many requests need."""
+    """Device blocks for this many requests."""
     return 2 * batch * (-(-(PROMPT + OUTPUT) // BLOCK_TOKENS) + 1) + 64
 
 
 def make_masks(vocab_size: int, batch: int) -> MaskWorkers:
-    """Workers for a vocabulary of so many tokens: bytes, an end, and words of random letters."""
+    """Mask workers for a vocabulary of this many tokens: bytes, an end token, and words of
+    random letters."""
     compiler = GrammarCompiler(
         lambda: vocabulary_json(vocab_size), vocab_size=vocab_size, eos_token_ids=(_END,)
     )
@@ -49,7 +50,7 @@ def make_masks(vocab_size: int, batch: int) -> MaskWorkers:
 
 
 def vocabulary_json(vocab_size: int) -> str:
-    """A byte-level tokenizer of `vocab_size` tokens of 1 to 9 bytes, as published ones have."""
+    """A byte-level tokenizer of `vocab_size` tokens of 1 to 9 bytes, like published ones."""
     random = np.random.default_rng(11)
     signs = pre_tokenizers.ByteLevel.alphabet()
     vocab = {sign: number for number, sign in enumerate(sorted(signs))}
@@ -69,7 +70,7 @@ def vocabulary_json(vocab_size: int) -> str:
 
 
 def measure_json(engine: GpuEngine, batch: int) -> dict[str, Any]:
-    """Median steps of free and of bound requests, in rounds that take turns."""
+    """Median steps of unconstrained and constrained requests, in alternating rounds."""
     engine.runner.warm(batch)
     prompts = [engine.prompt(PROMPT, seed=batch * 1_000 + row) for row in range(batch)]
     grammar = json.dumps({"grammars": [{"json_schema": SCHEMA}]})

@@ -1,7 +1,8 @@
-"""Closed-loop clients of a server, in processes of their own: `python -m headwater.bench._gpu_load`.
+"""Closed-loop clients of a server, in separate processes: `python -m
+headwater.bench._gpu_load`.
 
-Each process reads one JSON object from standard input and writes one to standard output. Each of its
-connections sends a request as soon as the answer before has ended.
+Each process reads one JSON object from standard input and writes one to standard output. Each
+connection sends a request as soon as the previous answer has ended.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ _VOCAB = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSpec:
-    """What clients send."""
+    """The requests of the clients."""
 
     port: int
     clients: int
@@ -36,18 +37,18 @@ class LoadSpec:
     seed: int = 0
     processes: int = 4
     params: dict[str, Any] = field(default_factory=dict)
-    """Fields of the request beside the prompt and its lengths."""
+    """Further fields of the request."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadResult:
-    """What came of some requests."""
+    """The results of some requests."""
 
     seconds: float
     tokens: int
     first_s: list[float]
     gaps_s: list[float]
-    """Between the events of one answer."""
+    """Seconds between the events of one answer."""
 
     def summary(self) -> dict[str, float]:
         """Rates and percentiles."""
@@ -65,7 +66,7 @@ class LoadResult:
 
 
 def run_load(spec: LoadSpec) -> LoadResult:
-    """The requests of `spec`, by as many processes as it says."""
+    """Send the requests of `spec`, with the given number of processes."""
     share = spec.processes
     parts = [
         replace(

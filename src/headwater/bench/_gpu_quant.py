@@ -1,4 +1,4 @@
-"""Quantised weights on the GPU: what they gain over bfloat16, and what they change."""
+"""Quantised weights on the GPU: their speed and their error compared with bfloat16."""
 
 import sys
 from typing import Any
@@ -72,7 +72,7 @@ def _times(model: LoadedModel, *, is_quick: bool) -> dict[str, float]:
 
 
 def _errors(shape: str, method: str) -> dict[str, float]:
-    """Of a few layers: logits against the same weights, dequantised, in float32."""
+    """Errors of the logits of a few layers against the dequantised weights in float32."""
     config = SHAPES[shape]()
     config.num_hidden_layers = _CUT_LAYERS
     torch.manual_seed(1)
@@ -103,7 +103,7 @@ def _logits(model: LoadedModel, tokens: list[int]) -> Tensor:
 
 
 def quantize_model(model: LoadedModel, method: str) -> dict[str, QuantizedMatrix]:
-    """Quantise every linear layer but the output layer, in place; what they became."""
+    """Quantise every linear layer except the output layer, in place; return the new layers."""
     matrices: dict[str, QuantizedMatrix] = {}
     layers = [n for n, m in model.module.named_modules() if isinstance(m, nn.Linear)]
     for name in layers:
@@ -118,7 +118,7 @@ def quantize_model(model: LoadedModel, method: str) -> dict[str, QuantizedMatrix
 
 
 def pack_experts(model: LoadedModel) -> None:
-    """Put random MXFP4 weights in the place of every layer's experts."""
+    """Replace every layer's experts by random MXFP4 weights."""
     for module in list(model.module.modules()):
         experts: Any = getattr(module, "experts", None)
         if experts is None or not hasattr(experts, "gate_up_proj_bias"):

@@ -1,4 +1,4 @@
-"""Decode steps of requests that sample, beside steps of requests that do not."""
+"""Decode steps of requests with sampling, compared with greedy ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,12 +22,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def blocks_for(batch: int) -> int:
-    """Device blocks that so many requests need."""
+    """Device blocks for this many requests."""
     return batch * (-(-(PROMPT + OUTPUT) // BLOCK_TOKENS) + 1) + 64
 
 
 def measure_sampling(engine: GpuEngine, batch: int) -> dict[str, Any]:
-    """Median step of each kind, and greedy's over it, in rounds that take turns."""
+    """Median step of each kind, and the ratio to greedy, in alternating rounds."""
     engine.runner.warm(batch)
     prompts = [engine.prompt(PROMPT, seed=batch * 1_000 + row) for row in range(batch)]
     engine.serve(prompts, max_tokens=8)

@@ -1,4 +1,4 @@
-"""Shapes of published models, as their configurations say; weights are random."""
+"""Shapes of published models, from their configurations; weights are random."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""How soon an engine with a large host tier serves, and when all of that is pinned."""
+"""How soon an engine with a large host tier serves, and when the tier is pinned."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ _OUTPUT = 64
 
 
 def measure_start(model: LoadedModel, *, slab_gib: int) -> dict[str, Any]:
-    """A model that is loaded, a slab that is not yet there: until the first token, until the
-    first prompt's blocks are on the host, until the last page is pinned; and steps meanwhile."""
+    """With a loaded model and a new slab: time to the first token, until the first prompt's
+    blocks are on the host, and until the last page is pinned; and steps meanwhile."""
     clock = SystemClock()
     block_bytes = model.layout(BLOCK_TOKENS).block_bytes
     began_s = clock.now()

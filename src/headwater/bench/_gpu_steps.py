@@ -1,6 +1,6 @@
 """Single steps of a runner on the GPU, without a scheduler: any number of rows of any length.
 
-The KV that rows read is made up, so that a long context costs no prompt.
+The KV that rows read is synthetic, so that a long context needs no prompt.
 """
 
 from statistics import median
@@ -24,7 +24,7 @@ _MOST_CODE = 120
 
 
 def make_runner(model: LoadedModel, *, rows: int, tokens: int) -> CudaRunner:
-    """A runner with room for so many rows and tokens of made-up KV in all."""
+    """A runner with room for this many rows and tokens of synthetic KV in total."""
     runner = CudaRunner(
         model,
         num_blocks=tokens // BLOCK_TOKENS + 2 * rows,
@@ -40,7 +40,7 @@ def make_runner(model: LoadedModel, *, rows: int, tokens: int) -> CudaRunner:
 
 
 def decode_ms(runner: CudaRunner, rows: int, context: int) -> float:
-    """Median time of a decode step of so many rows, each with a context of its own."""
+    """Median time of a decode step of this many rows, each with its own context."""
     runner.warm(rows)
     blocks = -(-(context + _STEPS) // BLOCK_TOKENS)
     tables = np.arange(rows * blocks, dtype=np.int64).reshape(rows, blocks)
@@ -58,7 +58,7 @@ def decode_ms(runner: CudaRunner, rows: int, context: int) -> float:
 
 
 def prefill_ms(runner: CudaRunner, length: int) -> float:
-    """Median time of a prompt with nothing cached, in one step."""
+    """Median time of an uncached prompt in one step."""
     tokens = (np.arange(length, dtype=np.int32) * 7919 % 32000).tolist()
     tables = np.arange(-(-length // BLOCK_TOKENS), dtype=np.int64)[None]
     taken = []
@@ -96,7 +96,7 @@ def all_logits(runner: CudaRunner, tokens: list[int]) -> Tensor:
 
 
 def _mark() -> torch.cuda.Event:
-    """Where the device is now, in the work that is queued."""
+    """A mark at the current end of the queued work."""
     mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     mark.record()
     return mark

@@ -1,4 +1,4 @@
-"""Many sequences in one process: the ceiling that a server over HTTP is compared with."""
+"""Many sequences in one process: the ceiling for a server over HTTP."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _SKIPPED = 4
 
 
 def blocks_for(clients: int) -> int:
-    """Device blocks that so many clients need, with what ended requests leave behind."""
+    """Device blocks for this many clients, including what ended requests leave behind."""
     each = -(-(PROMPT + OUTPUT) // BLOCK_TOKENS) + 1
     return clients * each * 2 + 64
 
@@ -40,7 +40,7 @@ def measure_streams(
 def _roofline_ms(
     model: LoadedModel, rows: int, context: int, ceilings: dict[str, float]
 ) -> float:
-    """The weights read or multiplied, whichever takes longer, and the KV read."""
+    """The time to read or multiply the weights, whichever is longer, and to read the KV."""
     read = weight_bytes(model)
     weights_ms = read / ceilings["memory_gb_s"] / 1e6
     flops_ms = 2 * (read / model.dtype.itemsize) * rows / ceilings["product_tflop_s"] / 1e9

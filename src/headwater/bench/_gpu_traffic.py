@@ -57,10 +57,8 @@ def _miss(engine: GpuEngine, *, seed: int) -> float:
 def measure_trace(
     model: LoadedModel, path: Path, *, requests: int, scale: int, clients: int, blocks: int
 ) -> dict[str, Any]:
-    """The first requests of a trace, lengths divided by `scale`, from so many clients.
-
-    `blocks` is the device's: fewer than the trace would fill.
-    """
+    """The first requests of a trace, lengths divided by `scale`, from this many clients.
+    `blocks` is the size of the device: smaller than the trace."""
     trace = read_trace(path, requests)
     result: dict[str, Any] = {"requests": requests, "scale": scale, "clients": clients}
     for name, host in (("without_host", 0), ("with_host", 4 * blocks)):
@@ -115,7 +113,8 @@ def _replay(
 
 
 def _scaled(request: TraceRequest, scale: int) -> Tokens:
-    """The prompt with each block of the trace shortened alike, so that prefixes stay shared."""
+    """The prompt, with each block of the trace shortened in the same way, so that prefixes stay
+    shared."""
     whole = request.whole_blocks() % 120_000
     kept = whole.reshape(-1, 512)[:, : 512 // scale].ravel()
     return np.ascontiguousarray(kept[: max(request.input_length // scale, 1)], dtype=np.int32)

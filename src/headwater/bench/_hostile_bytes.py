@@ -1,4 +1,4 @@
-"""What a hostile client sends: malformed, truncated, reordered and slow bytes for each listener.
+"""Hostile input: malformed, truncated, reordered and slow bytes for each listener.
 
 Everything comes from a seed. An attack returns the status that it got, or None if the protocol
 has none or the server closed the connection.
@@ -97,7 +97,7 @@ Attack = Callable[[random.Random, Address], int | None]
 
 
 def wrong_json(rng: random.Random, address: Address) -> int | None:
-    """A JSON object with fields of wrong types and sizes, for an endpoint that takes some."""
+    """A JSON object with fields of wrong types and sizes, for an endpoint that takes JSON."""
     fields = rng.sample(_FIELDS, rng.randint(1, 6))
     body = json.dumps({name: rng.choice(_VALUES) for name in fields} | _base(rng)).encode()
     if rng.random() < 0.3:
@@ -169,7 +169,7 @@ def large_body(rng: random.Random, address: Address) -> int | None:
 
 
 def many_connections(rng: random.Random, address: Address) -> int | None:
-    """Connections that say nothing, more than there are file descriptors for."""
+    """Idle connections, more than there are file descriptors for."""
     with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
         for _ in range(rng.randint(20, 150)):
             client = opened.enter_context(socket.create_connection(address, 1.0))
@@ -238,7 +238,7 @@ FRAME_ATTACKS: Sequence[Attack] = (
 
 
 def _base(rng: random.Random) -> dict[str, object]:
-    """Fields that let some of the wrong bodies reach the checks behind the parser."""
+    """Fields that let some of the wrong bodies reach the checks after the parser."""
     return {"max_tokens": 2} if rng.random() < 0.5 else {"prompt": "x", "max_tokens": 2}
 
 
@@ -276,7 +276,8 @@ def _request(
 def _exchange(
     address: Address, raw: bytes, *, ends: bool = False, max_bytes: int = 1 << 20
 ) -> int | None:
-    """Send `raw`, read up to `max_bytes`, leave; the status of a first HTTP answer."""
+    """Send `raw`, read up to `max_bytes`, and close; return the status of a first HTTP
+    answer."""
     answer = b""
     with contextlib.suppress(OSError), socket.create_connection(address, _TIMEOUT_S) as client:
         client.settimeout(1.0)

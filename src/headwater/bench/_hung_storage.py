@@ -1,4 +1,5 @@
-"""First tokens of an engine whose storage never answers, beside an engine without storage.
+"""First tokens of an engine whose storage never answers, compared with an engine without
+storage.
 
 A cell is a backend and a call: the medium of the backend is stopped just before the first call of
 that kind (in memory: the call itself waits). Requests are served until none of them meets a timeout

@@ -1,4 +1,5 @@
-"""The far end of `bench/_link_speed.py`, a process of its own: receives by a link and by bare calls.
+"""The receiving process of `bench/_link_speed.py`: receives through a link and through plain
+calls.
 
     python -m headwater.bench._link_far LINK NUM_BLOCKS BLOCK_BYTES NUM_LEASES [CERT KEY CA]
 
@@ -27,7 +28,7 @@ MARK = "far end: "
 
 
 class Blocks:
-    """Block memory that starts on a page, all of it used before; `shared` if a link asks."""
+    """Page-aligned block memory that was used before; `shared` if a link needs it."""
 
     def __init__(self, num_blocks: int, block_bytes: int, *, shared: bool = False) -> None:
         self.block_bytes = block_bytes
@@ -54,7 +55,7 @@ def link_config(files: Sequence[str] = ()) -> LinkConfig:
 def main(
     link: str, num_blocks: int, block_bytes: int, num_leases: int, files: Sequence[str]
 ) -> None:
-    """Serve until the near end lets go."""
+    """Serve until the near end closes."""
     blocks = Blocks(num_blocks, block_bytes)
     receiver = Links(link_config(files), blocks, _ignore).listen(link)
     for lease in range(num_leases):
@@ -84,7 +85,8 @@ def bare_engine(memory: memoryview) -> Any:  # noqa: ANN401 -- untyped package
 
 
 def _serve(listener: socket.socket, blocks: Blocks, link: str) -> None:
-    """Run after run of all blocks: bytes or a mark come in, a mark goes out when verified."""
+    """Receive all blocks again and again: bytes or a mark come in, a mark goes out after
+    verification."""
     connected, _ = listener.accept()
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while True:
@@ -107,7 +109,7 @@ def _fill(connected: socket.socket, view: memoryview) -> bool:
 
 
 def _ignore(event: LinkEvent) -> None:
-    """The near end learns what it wants to know from its own outcomes."""
+    """The near end uses its own outcomes."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""MB/s of each link against the barest way to do the same, in turns; two processes.
+"""Speed of each link against the simplest way to do the same, measured alternately with two
+processes.
 
     python -m headwater.bench._link_speed [--quick] [--tls CERTFILE KEYFILE CA_CERTS]
 
 `tcp` runs against a bare socket, `shm` against memcpy, `mooncake` against bare Transfer Engine
-calls. The two that travel verify what arrives, so their ceilings pass over the bytes too, once on
-each side. `shm` copies from where a peer's blocks lie, once, and so does memcpy. With `--tls` the
+calls. `tcp` and `mooncake` verify the bytes, so their ceilings also read the bytes once on each
+side. `shm` copies once, directly from the peer's blocks, and so does memcpy. With `--tls` the
 `tcp` link is measured without and with mutual TLS, in turns.
 """
 
@@ -33,13 +34,14 @@ from headwater.storage.codec import checksum
 _BLOCK_BYTES = 1 << 20
 _NUM_BLOCKS = 64
 _NUM_PAIRS = 5
-"""Far ends for each link: one pair of processes is a fifth faster than the next, and stays so."""
+"""Receiving processes per link: one pair of processes can be a fifth faster than another, for
+its whole life."""
 
 _WARM_UP = 3
-"""Turns of each pair that do not count."""
+"""Warm-up turns of each pair."""
 
 _WRITE_BYTES = 2 << 20
-"""Of one bare write; larger ones were not faster."""
+"""Bytes of one plain write; larger ones were not faster."""
 
 _TIMEOUT_S = 60.0
 
@@ -89,7 +91,7 @@ def _measure(link: str, num_pairs: int, num_turns: int) -> dict[str, float]:
 def _turns(
     link: str, num_turns: int, files: Sequence[str] = (), cpu_s: list[float] | None = None
 ) -> list[tuple[float, float]]:
-    """Seconds of the link and of its ceiling, in fresh memory, to a fresh process. `cpu_s` gets
+    """Seconds of the link and of its ceiling, with new memory and a new process. `cpu_s` gets
     the processor time of this process for each push."""
     with _far_end(link, _WARM_UP + num_turns, files) as told:
         near = _Near(link, told, files)
@@ -191,7 +193,7 @@ class _Near:
 
 @contextmanager
 def _far_end(link: str, num_leases: int, files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The receiving process, and what it says of itself."""
+    """The receiving process, and its description of itself."""
     words = [link, str(_NUM_BLOCKS), str(_BLOCK_BYTES), str(num_leases), *files]
     with subprocess.Popen(
         [sys.executable, "-m", "headwater.bench._link_far", *words],

@@ -63,7 +63,7 @@ def live_cluster(
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
         log = Path(folder) / "log"
-        # Never written to: when this process is killed, its end closes and the cluster ends.
+        # Never written to: when this process is killed, its end is closed and the cluster ends.
         lifeline, held = os.pipe()
         with log.open("wb") as sink:
             process = subprocess.Popen(

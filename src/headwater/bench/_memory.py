@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 _MAX_SAMPLES = 600
 _FLAT_SHARE = 1e-4
-"""Growth a minute, as a share of the whole, below which a series is flat without any noise."""
+"""Growth per minute, as a share of the total, below which a series counts as flat."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -20,7 +20,7 @@ class MemorySamples:
     """Seconds, objects and blocks of the Python heap, and resident bytes; at most 600 rows."""
 
     def __init__(self) -> None:
-        # One array from the start: a list that grows would be the growth that is measured.
+        # One array from the start: a growing list would be part of the measured growth.
         self._rows = np.zeros((_MAX_SAMPLES, 4))
         self._count = 0
         self._every = 1

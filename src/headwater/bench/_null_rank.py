@@ -1,5 +1,7 @@
-"""A rank that computes nothing: `python -m headwater.bench._null_rank FD`. It unpacks each step as
-a real one does, and answers it."""
+"""A rank that computes nothing: `python -m headwater.bench._null_rank FD`.
+
+It unpacks each step like a real rank, and answers it.
+"""
 
 import socket
 import sys

@@ -1,8 +1,9 @@
-"""How much of its prompts a pair finds on a trace, beside one mixed instance as large as its P.
+"""Hits of a prefill/decode pair on a trace, compared with one mixed instance of the size of its
+P.
 
-The trace is scaled down: a block of it is a block of four tokens here. Requests come one after
-the other through whole engines without a model; what they generate is not what the trace's did,
-so all hits are on prompts that were computed before.
+The trace is scaled down: one of its blocks is a block of four tokens here. Complete engines
+without a model serve the requests one after the other. Their outputs differ from those of the
+trace, so all hits are on earlier prompts.
 """
 
 from collections.abc import Iterable

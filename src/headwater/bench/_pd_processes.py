@@ -32,7 +32,7 @@ _PARTS = ("start", "queue", "compute", "ask", "push", "first_token")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PDLoad:
-    """What is asked: so many clients, each with so many conversations of two turns."""
+    """The load: a number of clients, each with a number of conversations of two turns."""
 
     num_clients: int
     num_rounds: int
@@ -54,7 +54,7 @@ class PDInstance:
             return text
 
     def value(self, name: str, labels: str = "") -> float:
-        """One number of its metrics; 0 if there is none yet."""
+        """One value of its metrics; 0 if it does not exist yet."""
         found = re.search(
             rf"^headwater:{name}{re.escape(labels)} (\S+)$", self.get("/metrics"), re.M
         )
@@ -63,24 +63,24 @@ class PDInstance:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a client asks, and how."""
+    """Where a client sends requests, and how."""
 
     instance: PDInstance
     headers: dict[str, str] = field(default_factory=dict)
-    """Who prefills."""
+    """The instance that prefills."""
 
     always: bool = False
-    """Whether even a prompt of which little is new is handed off, which no router does."""
+    """Whether even a prompt with few new tokens is handed off, which no router does."""
 
     def headers_for(self, num_new: int) -> dict[str, str]:
-        """For a prompt of which so many tokens are in no block of the instance."""
+        """Headers for a prompt with this many tokens that the instance has not cached."""
         stays = prefills_itself(num_new, RouterConfig(is_insecure=True).prefill_threshold)
         return {} if stays and not self.always else self.headers
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What clients felt."""
+    """What clients measured."""
 
     first_s: list[float]
     gaps_s: list[float]
@@ -95,8 +95,8 @@ class Figures:
 
     @property
     def itl_tail_s(self) -> float:
-        """Mean of the slowest hundredth: about as many wait for somebody's prompt, so that a
-        quantile there is one thing in this run and another in the next."""
+        """Mean of the slowest hundredth. About that many tokens wait for another request's
+        prompt, so a single quantile there would vary between runs."""
         slowest = sorted(self.gaps_s)[-max(len(self.gaps_s) // 100, 1) :]
         return fmean(slowest)
 
@@ -154,8 +154,8 @@ def measure_pd(load: PDLoad, link: str, rounds: int) -> dict[str, Any]:
 
 
 def _over(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, float]:
-    """Time to first token, tokens a second and the slowest hundredth of the times between
-    tokens, each turn over its neighbour; medians."""
+    """Time to first token, tokens per second and the slowest hundredth of times between tokens,
+    each turn divided by its neighbour; medians."""
     pairs = list(zip(ours, theirs, strict=True))
     return {
         "ttft": median(median(a.first_s) / median(b.first_s) for a, b in pairs),
@@ -173,7 +173,7 @@ def _totals(decode: PDInstance) -> dict[str, float]:
 
 
 async def _ask(load: PDLoad, targets: Sequence[Target], seed: int) -> Figures:
-    """All clients at once, spread over `targets`; each conversation stays with one."""
+    """All clients at once, distributed over `targets`; a conversation stays on one target."""
     began_s = time.perf_counter()
     clients = (
         _client(load, targets[number % len(targets)], seed * 1000 + number)
@@ -213,7 +213,7 @@ async def _client(load: PDLoad, target: Target, seed: int) -> Figures:
 async def _second_turn(
     decode: PDInstance, headers: dict[str, str], load: PDLoad, seed: int
 ) -> float:
-    """Bytes that a second turn moves, over those of its whole prompt."""
+    """Bytes that a second turn transfers, divided by those of its whole prompt."""
     chance = np.random.default_rng(seed)
     prompt = chance.integers(0, 256, load.prompt_tokens).tolist()
     moved: list[float] = []
@@ -286,7 +286,7 @@ def _serving(place: int, token: str, flags: list[str]) -> Iterator[PDInstance]:
 
 
 def _port(process: "subprocess.Popen[str]") -> int:
-    """Where it serves, once it says so."""
+    """Its port, when it has announced it."""
     port = 0
     for line in process.stdout or ():
         if found := re.search(r"is ready at http://\S+:(\d+)", line):

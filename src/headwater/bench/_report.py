@@ -1,4 +1,4 @@
-"""How benchmarks print: a plain table for people, one JSON object for programs."""
+"""Output of benchmarks: a plain table for people, one JSON object for programs."""
 
 import json
 from collections.abc import Mapping

@@ -1,9 +1,8 @@
-"""Routing policies on a trace: simulated instances, chosen by what their KV events say.
+"""Routing policies on a trace: simulated instances, chosen by their KV events.
 
-Every instance is the real cache with an LRU; what it gains and loses reaches the routers as KV
-events, and they know nothing else of it. Several routers share the requests at random: each
-knows all caches, and only the work that it assigned itself. Beside them, one pool as large as all
-caches together.
+Every instance is a real cache with an LRU. The routers know it only through its KV events.
+Several routers share the requests at random: each knows all caches, but only the work that it
+assigned itself. For comparison there is one pool of the size of all caches together.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,8 @@ _QUICK_REQUESTS = 2_000
 
 
 class LongestPrefix:
-    """Affinity alone, for comparison: where the most is cached, however busy it is."""
+    """Affinity alone, for comparison: the instance with the most cached blocks, however busy it
+    is."""
 
     def choose(self, prompt_tokens: int, candidates: Sequence[Candidate]) -> Candidate:
         return min(candidates, key=lambda c: (-c.cached_tokens, c.recent_tokens))
@@ -56,7 +56,8 @@ class RoutedCache:
         )
 
     def serve(self, request: TraceRequest, prompt: Tokens, believed: int, router: int) -> int:
-        """Send it the request; how many blocks it found, which is what was believed."""
+        """Serve the request; return how many blocks it found, which must be what the router
+        expected."""
         found = self._cache.serve(request, prompt)
         if found != believed:
             raise InvariantError(f"{self.name} said {believed} blocks and had {found}")
@@ -67,7 +68,8 @@ class RoutedCache:
         return found
 
     def _tell(self) -> None:
-        """What the cache gained and lost, as an event batch; the tokens are of no use here."""
+        """Send the changes of the cache as an event batch, without tokens, which are not needed
+        here."""
         bare = [
             replace(change, tokens=b"") if isinstance(change, BlocksStored) else change
             for change in self._cache.cache.take_events()
@@ -127,7 +129,7 @@ def _route(
 
 
 def _hashes(prompt: Tokens) -> list[int]:
-    """What the router calls the blocks of a prompt: it computes their keys itself."""
+    """The router's names of the blocks of a prompt: it computes their keys itself."""
     scheme = KeyScheme(block_tokens=TRACE_BLOCK)
     keys = scheme.chain(scheme.root(SHARED), prompt.data.cast("B"), None)
     return [block_hash(key) for key in keys]

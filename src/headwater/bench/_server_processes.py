@@ -1,7 +1,7 @@
 """Servers as an operator would start them: real processes, on free ports of this machine.
 
-The process that computes has the first core to itself, with one thread; fronts and the
-client share the others. So two engines on one machine are measured under the same terms.
+The computing process has the first core to itself, with one thread; HTTP workers and the client
+share the others. So two engines on one machine are measured under the same conditions.
 """
 
 import http.client
@@ -37,7 +37,7 @@ class RunningServer:
     engine: str
     port: int
     compute_pid: int
-    """The process that has the model."""
+    """The process with the model."""
 
     group: int
     """The process group of all of its processes."""
@@ -98,7 +98,7 @@ VLLM_ENVIRONMENT = {
 def running(
     engine: str, command: Sequence[str], *, port: int, environment: Mapping[str, str]
 ) -> Iterator[RunningServer]:
-    """A server, once it answers; stopped when the block is left."""
+    """A server when it answers; stopped when the block is left."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
@@ -184,7 +184,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _pin(pid: int) -> int:
-    """Put the largest process of the server, which has the model, on the first core alone."""
+    """Put the largest process of the server, which has the model, on the first core."""
     first, others = _cores()
     family = _family(pid)
     largest = max(family, key=_resident_pages)
@@ -196,14 +196,14 @@ def _pin(pid: int) -> int:
 
 
 def _cores() -> tuple[set[int], set[int]]:
-    """The first core there is, and the others; the same where there is only one."""
+    """The first core, and the others; the same if there is only one."""
     every = os.sched_getaffinity(os.getppid())
     first = {min(every)}
     return first, every - first or every
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     children = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         children += (task / "children").read_text().split()

@@ -1,4 +1,5 @@
-"""Traffic of different shapes, made from a seed: to test a policy on traffic that it was not tuned for."""
+"""Synthetic traffic of different shapes, to test a policy on traffic that it was not tuned
+for."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ _DRIFTS_S = 400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Habit:
-    """How the sessions of one kind go."""
+    """The behaviour of the sessions of one kind."""
 
     every_s: float
     """Mean time between two sessions."""
@@ -27,14 +28,14 @@ class _Habit:
     """Chance that a turn is the last."""
 
     opens: float
-    """Mean ids that it opens with, after its beginning."""
+    """Mean ids of its first prompt, after the shared beginning."""
 
     grows: float = 2.0
     """Mean ids that a turn adds."""
 
     output: float = 300.0
     beginnings: list[range] = field(default_factory=lambda: [range(4)])
-    """Shared ids, one of which each session begins with; earlier ones are likelier."""
+    """Shared ids; each session begins with one of them, earlier ones more often."""
 
 
 def _chats(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceRequest]:
@@ -55,14 +56,14 @@ def _documents(rng: np.random.Generator, number: Iterator[int]) -> Iterator[Trac
 
 
 def _scans(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceRequest]:
-    """Seven long prompts in eight are never seen again; chats go on between them."""
+    """Seven of eight long prompts are never seen again; chats continue between them."""
     once = _Habit(every_s=0.5, think_s=1.0, leaves=1.0, opens=30.0)
     chat = _Habit(every_s=3.5, think_s=40.0, leaves=0.2, opens=6.0)
     return _merged(_sessions(rng, number, once), _sessions(rng, number, chat))
 
 
 def _loops(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceRequest]:
-    """Four hundred jobs come round in the same order: the worst there is for an LRU."""
+    """Four hundred jobs repeat in the same order: the worst case for an LRU."""
     jobs = [[next(number) for _ in range(int(rng.integers(4, 24)))] for _ in range(400)]
     for turn in count():
         ids = jobs[turn % len(jobs)]
@@ -98,7 +99,7 @@ SHAPES = ("mixed", *sorted(_MAKERS))
 
 
 def make_shape(name: str, limit: int, seed: int) -> list[TraceRequest]:
-    """The first `limit` requests of such traffic, in order of time."""
+    """The first `limit` requests of such traffic, sorted by time."""
     if name == "mixed":
         return make_sessions(limit, seed=seed)
     made = _MAKERS[name](np.random.default_rng(seed), count(10_000))
@@ -108,7 +109,7 @@ def make_shape(name: str, limit: int, seed: int) -> list[TraceRequest]:
 def _sessions(
     rng: np.random.Generator, number: Iterator[int], habit: _Habit
 ) -> Iterator[TraceRequest]:
-    """Endless: sessions of one habit, in order of time."""
+    """Endless sessions of one habit, sorted by time."""
     begins_s = 0.0
     open_turns: list[TraceRequest] = []
     while True:
@@ -133,7 +134,7 @@ def _session(
         if rng.random() < habit.leaves or len(ids) > 240:
             return turns
         at_s += float(rng.lognormal(np.log(habit.think_s), 1.0)) + output / 40
-        # The last id was not full: the next turn has another one in its place.
+        # The last id was not full: in the next turn another id replaces it.
         ids, added = ids[:-1], habit.grows
 
 

@@ -1,7 +1,7 @@
 """The soak on the built-in model: real attention over real copies, threads that fail at random.
 
-What is right is what an engine without a cache says to each request alone. The workload comes
-from the seed; what fails when also depends on the threads, as it would in production.
+The expected output is that of an engine without a cache, for each request alone. The workload
+comes from the seed; which calls fail also depends on the threads, as in production.
 """
 
 import itertools
@@ -43,7 +43,7 @@ _MAX_TOKENS = 24
 
 
 class ShakyStorage:
-    """A backend whose calls fail, take their time or find damaged bytes, as the dice fall."""
+    """A backend whose calls randomly fail, take long, or find damaged bytes."""
 
     def __init__(self, backend: StorageBackend, seed: int) -> None:
         self._backend = backend
@@ -90,9 +90,9 @@ class ShakyStorage:
     def _shake(self, keys: Sequence[BlockKey]) -> None:
         roll = self._roll()
         if roll < 0.05:
-            raise StorageError("failed, as the dice say")
+            raise StorageError("failed at random")
         if roll < 0.1:
-            raise StorageTimeout("was too late, as the dice say")
+            raise StorageTimeout("was too late at random")
         if roll < 0.2:
             Event().wait(roll / 4)
         elif roll < 0.3 and isinstance(self._backend, MemoryStorage):
@@ -107,7 +107,7 @@ class ShakyStorage:
 
 
 class ShakyCopier:
-    """A copier some of whose jobs fail."""
+    """A copier of which some jobs fail."""
 
     def __init__(self, copier: DeviceCopier, dice: Random) -> None:
         self._copier = copier
@@ -125,7 +125,7 @@ class ShakyCopier:
 
 @dataclass
 class RightTokens:
-    """What the model says without a cache, asked once for each prompt."""
+    """The output of the model without a cache, computed once for each prompt."""
 
     folder: Path
 
@@ -174,7 +174,7 @@ class ModelRound:
         self.counts: Counter[str] = Counter()
 
     def run(self) -> Counter[str]:
-        """Serve everything, drain, and balance the books; the counts."""
+        """Serve everything, drain, check the invariants, and return the counts."""
         end_s = self._clock.now() + _STUCK_S
         requests = {
             f"r{n}": make_request(f"r{n}", *prompt, self._dice.randint(1, _MAX_TOKENS))
@@ -277,7 +277,7 @@ class ModelRound:
 
 
 def make_request(name: str, family: int, num_tokens: int, max_tokens: int) -> Request:
-    """Prompts of one family begin alike; greedy, to the given length."""
+    """Prompts of one family have the same beginning; greedy, up to the given length."""
     tokens = np.random.default_rng(family).integers(5, 250, _LONGEST)[:num_tokens]
     params = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True)
     return Request(

@@ -1,6 +1,6 @@
 """One round of the soak: a small engine, a random workload, and everything that can go wrong.
 
-All of it comes from one seed, time included, so a round that fails can be run again.
+Everything, including time, comes from one seed, so a round that fails can be repeated.
 """
 
 from collections import Counter
@@ -63,9 +63,10 @@ class EchoRound:
         self.counts: Counter[str] = Counter()
 
     def run(self) -> Counter[str]:
-        """Serve everything, let every executor return, and balance the books; the counts.
+        """Serve everything, let every executor return, check the invariants, and return the
+        counts.
 
-        Raises InvariantError if a book does not balance or a request is stuck.
+        Raises InvariantError if an invariant is violated or a request does not end.
         """
         pending = list(self._requests)
         for turn in range(_MAX_TURNS):
@@ -96,7 +97,7 @@ class EchoRound:
             self._clock.advance(sleep_s)
 
     def _disturb(self) -> None:
-        """Aborts, resets, and blocks that rot."""
+        """Aborts, resets, and damaged blocks."""
         dice, core = self._dice, self._engine.core
         if dice.random() < 0.005:
             core.reset_cache(dice.choice(RESETS), self._note_reset)
@@ -126,7 +127,8 @@ class EchoRound:
         self.counts["blocks damaged"] += 1
 
     def _work(self) -> None:
-        """Some copies and calls end, well or not; some executors scribble into what is theirs."""
+        """Some copies and calls end, successfully or not; some executors write garbage to their
+        targets."""
         copier, dice = self._engine.copier, self._dice
         for job in list(copier.pending):
             roll = dice.random()
@@ -164,7 +166,7 @@ class EchoRound:
         raise InvariantError(f"copies are stuck: {self._engine.core.stats()}")
 
     def _account(self) -> Counter[str]:
-        """Check every book and every token; what happened."""
+        """Check every invariant and every token; return what happened."""
         engine, counts = self._engine, self.counts
         try:
             engine.check_idle()
@@ -199,7 +201,7 @@ class EchoRound:
         return workers
 
     def _make_requests(self) -> list[Request]:
-        """Prompts of few families, so that they share prefixes and come back."""
+        """Prompts of few families, so that they share prefixes and return."""
         dice = self._dice
         return [
             make_echo_request(

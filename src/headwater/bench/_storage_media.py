@@ -16,7 +16,7 @@ Media = dict[str, dict[str, Any]]
 
 @contextmanager
 def open_media(folder: Path, *, capacity_bytes: int) -> Iterator[Media]:
-    """Start what is installed; what is not is left out."""
+    """Start the installed servers; the others are left out."""
     media: Media = {
         "file": {
             "path": str(folder / "blocks"),

@@ -1,4 +1,4 @@
-"""An engine in this process for benchmarks of tiers, and what one can do to it."""
+"""An engine in this process for benchmarks of tiers."""
 
 import itertools
 from dataclasses import dataclass, field

@@ -1,9 +1,9 @@
 """A grid of simulated scenarios: does pricing loads cost a first token anywhere?
 
-Sessions come twice. Between both times their blocks leave the device, to the host or to a file.
-The first token of the second time is measured with the load policies `priced`, `wait` and
-`best_effort`, by the real scheduler and cache on a virtual clock. `priced` should be at least as
-fast as the better of the other two, in each scenario.
+Each session has two requests. Between them its blocks leave the device, to the host or to a
+file. The first token of the second request is measured with the load policies `priced`, `wait`
+and `best_effort`, by the real scheduler and cache on a virtual clock. `priced` should be at
+least as fast as the better of the other two, in each scenario.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ _SLOW = {
 """Bytes a second of the slow links: pageable memory, a network disk."""
 
 _PAUSE_S = 240.0
-"""Between both times, so that all writes end."""
+"""Time between both requests, so that all writes end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def measure_pricing(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any
 
 
 def _first_tokens(scenario: PricingScenario, policy: str) -> dict[str, float]:
-    """Of the second requests, over all seeds."""
+    """First tokens of the second requests, over all seeds."""
     seconds: list[float] = []
     for seed in _SEEDS:
         requests = _requests(scenario, seed)
@@ -94,7 +94,7 @@ def _first_tokens(scenario: PricingScenario, policy: str) -> dict[str, float]:
 
 
 def _config(scenario: PricingScenario, policy: str) -> SimConfig:
-    """A device, and below it a host, that hold what the scenario says."""
+    """A device and a host with the sizes of the scenario."""
     machine = _machine(scenario.link)
     session_gib = (
         (scenario.prompt_tokens + 2 * TRACE_BLOCK) * machine.kv_token_bytes / (1 << 30)
@@ -125,12 +125,14 @@ def _machine(link: str) -> Machine:
 
 
 def _requests(scenario: PricingScenario, seed: int) -> list[TraceRequest]:
-    """All sessions once, a pause in which writes end, and all sessions again, in another order."""
+    """All sessions once, a pause in which writes end, and all sessions again in another
+    order."""
     rng = np.random.default_rng(seed)
     machine = preset("h200-8b")
     tokens = scenario.prompt_tokens
     compute_s = tokens * machine.step.token_s + tokens**2 / 2 * machine.step.pair_s
-    # Loaded: what has to be computed again would keep the device busy all the time.
+    # Low load: otherwise computing evicted prompts again would keep the device busy all the
+    # time.
     pause_s = compute_s * (5.0 if scenario.load == "idle" else 1.0)
     blocks = tokens // TRACE_BLOCK
     made, now = [], 0.0

@@ -1,8 +1,8 @@
 """Sessions of several turns through a device that holds a quarter of them, and a host tier.
 
-The same number of clients is always busy: one ends, the next begins. `possible` is what each turn
-could find if nothing were ever evicted: everything before its new tokens, in whole blocks.
-Rounds follow each other on one engine, so that from the second on the host tier is full.
+The number of busy clients is constant: when one ends, the next begins. `possible` is what each
+turn could find without evictions: everything before its new tokens, in full blocks. All rounds
+run on one engine, so the host tier is full from the second round on.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,8 @@ def measure_sessions(
 
 
 def _play_round(engine: TierEngine, *, seed: int) -> list[float]:
-    """All turns of all sessions; of each turn from the second on, found over possible tokens."""
+    """All turns of all sessions; for each turn from the second on, found over possible
+    tokens."""
     prompts = [engine.make_prompt(_FIRST, seed=seed + n) for n in range(_SESSIONS)]
     rng = np.random.default_rng(seed)
     shares = []
@@ -72,7 +73,7 @@ def _play_round(engine: TierEngine, *, seed: int) -> list[float]:
 
 
 def _whole(num_tokens: int) -> int:
-    """Tokens of the whole blocks of so many tokens; the last sampled token has no KV yet."""
+    """Tokens in the full blocks of this many tokens; the last sampled token has no KV yet."""
     return (num_tokens - 1) // _BLOCK_TOKENS * _BLOCK_TOKENS
 
 

@@ -9,7 +9,7 @@ from headwater.replay.trace import TRACE_BLOCK, TraceRequest
 
 
 def make_workload(limit: int, seed: int = 1) -> list[TraceRequest]:
-    """Conversations that take turns: a few shared system prompts, prompts that grow."""
+    """Alternating conversations: a few shared system prompts, and prompts that grow."""
     return list(islice(_conversations(np.random.default_rng(seed)), limit))
 
 
@@ -29,10 +29,10 @@ def _conversations(rng: np.random.Generator) -> Iterator[TraceRequest]:
 
 
 def make_sessions(limit: int, seed: int = 1) -> list[TraceRequest]:
-    """Sessions in time: users arrive, ask, wait, ask again or leave, in a few roles.
+    """Sessions over time: users arrive, ask, wait, ask again or leave, in a few roles.
 
-    Half of them chat, a third asks about a long document, the rest are agents that are quick
-    and take many turns; each role has a system prompt.
+    Half of them chat, a third asks about a long document, the others are agents that are fast
+    and take many turns. Each role has a system prompt.
     """
     rng = np.random.default_rng(seed)
     requests: list[TraceRequest] = []
@@ -41,7 +41,7 @@ def make_sessions(limit: int, seed: int = 1) -> list[TraceRequest]:
         begins_s += float(rng.exponential(0.6))
         made, next_id = _session(rng, begins_s, next_id)
         requests += made
-    # What has begun by then is cut off, as in any recording.
+    # Sessions that have begun by then are cut off, as in any recording.
     return sorted(requests, key=lambda request: request.arrival_s)[:limit]
 
 
@@ -63,5 +63,5 @@ def _session(
         if rng.random() < leaves or len(ids) > 240:
             return requests, next_id
         at_s += float(rng.lognormal(np.log(think_s), 1.0)) + output / 40
-        # The last id was not full: the next turn has another one in its place.
+        # The last id was not full: in the next turn another id replaces it.
         ids, added = ids[:-1] if len(ids) > 1 else ids, int(rng.geometric(0.5))

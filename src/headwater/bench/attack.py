@@ -43,7 +43,7 @@ _SLACK_BYTES = 64 << 20
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the attacks and print a table, or JSON; 1 where something broke."""
+    """Run the attacks and print a table or JSON; return 1 if something failed."""
     parser = ArgumentParser(prog="headwater bench attack", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
@@ -75,7 +75,7 @@ class AttackRun:
         self._sizes: dict[int, list[int]] = {}
 
     def run(self, duration_s: float) -> dict[str, Any]:
-        """Attack for so long; what was sent, answered and measured."""
+        """Attack for this long; return what was sent, answered and measured."""
         threads = [
             threading.Thread(target=self._attack, args=(random.Random(f"{self._seed}/{n}"),))
             for n in range(_NUM_CLIENTS)
@@ -114,7 +114,7 @@ class AttackRun:
                 self.faults.append(f"{attack.__name__} at {target.name} got status {status}")
 
     def _check(self) -> None:
-        """Everything lives and answers, and what it needs of memory."""
+        """Check that every process lives and answers, and measure its memory."""
         for child in self._cluster.children.values():
             for pid in processes_of(child.pid):
                 size = _resident_bytes(pid)

@@ -1,10 +1,11 @@
 """`headwater bench bodies`: how long one large body delays other requests.
 
-A cluster of a router and one instance runs as processes. A client sends one body of about 15 MB;
-beside it another client asks `GET /health` every 2 ms. The figures are the longest of these answers
-while the body is worked on, the median over the tries: `wall_ms`, and `loop_ms`, which leaves out
-the time that the event loop's thread waited for a processor. On a machine with idle processors
-both are the same; on a busy one `loop_ms` is what the server itself adds. `idle` is without a body.
+A cluster of a router and one instance runs as processes. A client sends one body of about 15 MB
+while another client sends `GET /health` every 2 ms. The figures are the longest of these
+answers during the processing of the body, the median over several tries: `wall_ms`, and
+`loop_ms`, which excludes the time in which the event loop's thread waited for a processor. On
+an idle machine both are the same; on a busy one `loop_ms` is what the server itself adds.
+`idle` is measured without a body.
 """
 
 import http.client
@@ -60,7 +61,7 @@ def _tiny_messages() -> Shape:
 
 
 def _fitting_messages() -> Shape:
-    """As many values as are accepted, so nothing is refused early."""
+    """As many values as are accepted, so that nothing is refused early."""
     return _chat([{"role": "user", "content": "a" * 300}] * 16_000)
 
 
@@ -82,14 +83,14 @@ def _fitting_tools() -> Shape:
 
 
 def _arguments() -> Shape:
-    """JSON inside a text, as many values as are accepted."""
+    """JSON inside a text, with as many values as are accepted."""
     call = {"function": {"name": "f", "arguments": "[" + "{}," * 90_000 + "1]"}}
     last = {"role": "user", "content": "a" * (_BODY_BYTES - 400_000)}
     return _chat([{"role": "assistant", "content": "", "tool_calls": [call]}, last])
 
 
 def _blocks() -> Shape:
-    """As many blocks as are accepted; they become one text."""
+    """As many blocks as are accepted; they are joined into one text."""
     blocks = [{"type": "text", "text": "a" * 700}] * 17_000
     return "/v1/messages", {"messages": [{"role": "user", "content": blocks}], "max_tokens": 1}
 

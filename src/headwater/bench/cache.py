@@ -1,8 +1,8 @@
-"""`headwater bench cache`: what the decision core costs, without an engine around it.
+"""`headwater bench cache`: the cost of the decision core, without an engine.
 
 Replays requests through the cache alone: match, lease, take, commit, grow by the output,
-release. Tokens are made just before each request and outside the timing, as a tokenizer
-would have made them.
+release. Tokens are made before each request, outside the measured time, like those of a
+tokenizer.
 """
 
 import time
@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         requests = make_workload(options.requests)
     settle_collector()
-    # The quietest of some replays: what else the machine does meanwhile only ever adds time,
-    # and a server is warm, so the first, in which the heap grows, is hardly ever the one.
+    # The fastest of several replays: other load on the machine only adds time, and a server is
+    # warm, so the first replay, in which the heap grows, is rarely the fastest.
     replays = [replay(requests, options) for _ in range(options.repeats)]
     result = min(replays, key=lambda one: one["mean_us"])
     result |= measure_long(options.block)
@@ -119,7 +119,7 @@ def measure_takes(leaves: int) -> dict[str, float]:
 
 
 def metadata_bytes(cache: TieredCache) -> int:
-    """Bytes the core keeps about its blocks: nodes, tokens, slots, and the pool's arrays."""
+    """Bytes of metadata about blocks: nodes, tokens, slots, and the pool's arrays."""
     return cache.metadata_bytes()
 
 

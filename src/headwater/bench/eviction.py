@@ -1,9 +1,10 @@
-"""`headwater bench eviction`: what each eviction policy finds, beside an LRU and the optimum.
+"""`headwater bench eviction`: hits of each eviction policy, compared with an LRU and the
+optimum.
 
 Replays a trace through the cache alone, once for each policy and capacity: `headwater replay
 --cache-only`. `gap_closed` is the share of the way from the LRU to the offline optimum. Times
-are of the process's own CPU, without making the prompts; of each request the best of the runs,
-which all do the same; the LRU's is taken off.
+are CPU times of the process without creating the prompts. For each request the best of several
+equal runs counts, minus that of the LRU.
 """
 
 import time
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Setup(NamedTuple):
-    """What is compared, beside the policies."""
+    """What is compared, in addition to the policies."""
 
     capacities: Sequence[int]
     repeat: int
@@ -72,7 +73,7 @@ class _Setup(NamedTuple):
 
 
 def compare(requests: Sequence[TraceRequest], setup: _Setup) -> dict[str, Any]:
-    """Block hits by policy and capacity, the gaps closed, and what a request costs."""
+    """Block hits by policy and capacity, the gaps closed, and the cost of a request."""
     blocks = sum(len(request.hash_ids) for request in requests)
     names = sorted(POLICIES)
     hits: dict[str, dict[str, float]] = {name: {} for name in names}
@@ -80,7 +81,7 @@ def compare(requests: Sequence[TraceRequest], setup: _Setup) -> dict[str, Any]:
     optimum = {}
     for capacity in setup.capacities:
         optimum[str(capacity)] = sum(optimal_hits(requests, capacity)) / blocks
-        # Policies take turns, so that whatever else the machine does meets them all.
+        # Policies alternate, so that other load on the machine affects all of them.
         for _ in range(setup.repeat):
             for name in names:
                 found, micros = _measure(requests, capacity, name, setup)

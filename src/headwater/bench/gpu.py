@@ -1,4 +1,5 @@
-"""`headwater bench gpu`: the GPU path beside the ceilings of the machine and beside transformers.
+"""`headwater bench gpu`: the GPU path, compared with the limits of the machine and with
+transformers.
 
 Needs an NVIDIA GPU, torch, Triton, transformers and cuda-python, and no library of the
 server for the parts that run in this process. `http`, `first_wave` and `mixed` start a server
@@ -47,7 +48,7 @@ _BATCHES = (1, 32, 128, 256)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts asked for and print a table, or JSON."""
+    """Run the chosen parts and print a table or JSON."""
     options = read_flags(_parser(), argv)
     try:
         from headwater.bench._gpu_engine import require_gpu
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Run:
-    """The parts, in the order they are asked for; what one leaves the next may use."""
+    """The parts, in the given order; a part may use what an earlier one left."""
 
     def __init__(self, options: Namespace) -> None:
         from headwater.bench import _gpu_ceilings
@@ -158,7 +159,7 @@ class _Run:
             return found
         ours = _gpu_continuous.serve_ours(engine)
         engine.close()
-        self.result["decode"] = found  # is there whatever becomes of the others' code
+        self.result["decode"] = found  # printed even if the code of the other engine fails
         found["transformers_generate_tokens_s"] = {
             str(batch): _gpu_peers.generate_tokens_s(self._model, batch, prompt=976, output=24)
             for batch in (1, 32)
@@ -231,7 +232,8 @@ class _Run:
         return found
 
     def _experts(self, shapes: tuple[str, str]) -> dict[str, Any]:
-        """A whole shape, and the same with fewer layers, which is all that `--quick` measures."""
+        """A complete shape, and the same with fewer layers, which is all that `--quick`
+        measures."""
         from headwater.bench import _gpu_decode, _gpu_engine, _gpu_moe
 
         self._release_model()
@@ -297,7 +299,7 @@ class _Run:
 
     @property
     def _folder(self) -> Path:
-        """The model as a folder, for servers; this process gives the device up for them."""
+        """The model as a folder, for servers; this process releases the device for them."""
         from headwater.bench import _gpu_http
 
         self._release_model()
@@ -325,7 +327,7 @@ class _Run:
         return _gpu_http.measure_mixed(self._folder, budgets)
 
     def _first_wave(self) -> dict[str, Any]:
-        """Servers of `http` and `mixed` are asked the same waves first, so theirs count."""
+        """Servers of `http` and `mixed` get the same waves first, so theirs are used."""
         from headwater.bench import _gpu_http
 
         with_host, without = self.result.get("http"), self.result.get("mixed")
@@ -342,7 +344,7 @@ class _Run:
         self._release_model()
         is_quick = self._options.quick
         found = _gpu_quant.measure_quantized(self._options.model, is_quick=is_quick)
-        self.result["quant"] = found  # is there whatever becomes of the other shape
+        self.result["quant"] = found  # printed even if the other shape fails
         found["gpt-oss-20b-mxfp4"] = _gpu_quant.measure_mxfp4(self._ceilings, is_quick=is_quick)
         return found
 

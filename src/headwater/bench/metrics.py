@@ -1,8 +1,8 @@
-"""`headwater bench metrics`: what it costs to count, beside the step that is counted.
+"""`headwater bench metrics`: the cost of metrics, compared with the time of a step.
 
-Times decode steps of the built-in model, then what is recorded for the outputs of one such
-step, and what a scrape and a watcher's look take a second. The shares are of a step's time;
-recording happens in the HTTP process, so even these are not taken from the engine.
+It measures decode steps of the built-in model, the recording of the outputs of one step, and
+one scrape and one dashboard request per second. Shares are relative to the time of a step.
+Recording happens in the HTTP process, so it takes no time from the engine.
 """
 
 import time
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
-    """Microseconds of a step and of everything that watches it, and their shares."""
+    """Microseconds of a step and of everything that observes it, and their shares."""
     core, info = build_core(EngineConfig(num_blocks_override=batch * 8, max_num_seqs=batch))
     outputs, step_us = _time_steps(core, batch, steps)
     recorder = Recorder()
@@ -80,8 +80,8 @@ def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
 
 
 def snapshot_holds_ms(num_tokens: int, *, block_tokens: int) -> list[float]:
-    """How long the encoder of a KV-event snapshot keeps the interpreter lock between pauses, in
-    processor time: what other threads of an engine wait for it."""
+    """How long the encoder of a KV event snapshot holds the interpreter lock between pauses, in
+    processor time. Other threads of an engine wait that long."""
     keys = [
         BlockKey(number.to_bytes(32, "big")) for number in range(num_tokens // block_tokens)
     ]
@@ -126,7 +126,7 @@ def _time_steps(core: EngineCore, batch: int, steps: int) -> tuple[list[Sequence
 
 
 def _time(work: Callable[[], object], repeats: int) -> float:
-    """Microseconds of one call, of the quietest of five rounds."""
+    """Microseconds of one call, from the fastest of five rounds."""
     rounds = []
     for _ in range(5):
         began = time.perf_counter()

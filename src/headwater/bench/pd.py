@@ -1,4 +1,5 @@
-"""`headwater bench pd`: prefill and decode apart, against the same cores doing both.
+"""`headwater bench pd`: prefill and decode on separate instances, compared with mixed
+instances.
 
 `pd_over_mixed` holds one prefill and one decode instance, a core each, against two mixed
 instances on the same cores, every prompt handed off, and `routed_over_mixed` where only those
@@ -27,7 +28,7 @@ _PARTS = ("engine", "hits", "links", "router")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts that were asked for and print a table, or JSON."""
+    """Run the chosen parts and print a table or JSON."""
     parser = ArgumentParser(prog="headwater bench pd", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--link", choices=("shm", "tcp", "mooncake"), default="shm")

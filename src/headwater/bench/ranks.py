@@ -1,8 +1,9 @@
-"""What a second rank adds to each step: packing the step, sending it, and hearing that it ended.
+"""The cost of a second rank in each step: packing the step, sending it, and receiving its end.
 
-The engine loop, the scheduler and the cache are real; the model computes nothing. The second rank
-is a process that unpacks each step and answers. Engines with one and with two ranks take turns, so
-that both see the same disturbance. The goal is 150 µs more a step than one rank.
+The engine loop, the scheduler and the cache are real; the model computes nothing. The second
+rank is a process that unpacks each step and answers. Engines with one and with two ranks
+alternate, so that both are measured under the same conditions. The goal is at most 150 µs more
+per step than with one rank.
 """
 
 import socket
@@ -33,11 +34,11 @@ from headwater.types import RequestId
 
 _BLOCK = 64
 _TURN_STEPS = 50
-"""Steps of one engine before it is the other's turn."""
+"""Steps of one engine before the other one continues."""
 
 
 class _NullRunner:
-    """Chooses token 1 for every row, on this rank alone."""
+    """Samples token 1 for every row, on this rank alone."""
 
     depth = 1
     layerwise = False
@@ -60,7 +61,7 @@ class _NullRunner:
 
 
 class _RankedNullRunner(_NullRunner):
-    """The same with a second rank that is told of each step, and waited for."""
+    """The same with a second rank, which gets each step and is waited for."""
 
     def __init__(self, channel: RankChannel) -> None:
         super().__init__()
@@ -90,8 +91,8 @@ def main(argv: list[str]) -> int:
 
 
 def measure(num_sequences: int, options: Namespace) -> dict[str, float]:
-    """Median microseconds of a decode step with one and with two ranks, and of pairs of turns what
-    the second adds."""
+    """Median microseconds of a decode step with one and with two ranks, and the difference from
+    pairs of turns."""
     with ExitStack() as opened:
         ranked = _RankedNullRunner(_start_rank(opened))
         cores = {

@@ -1,4 +1,5 @@
-"""`headwater bench router`: what each routing policy finds, beside one pool of the same size.
+"""`headwater bench router`: hits of each routing policy, compared with one pool of the same
+size.
 
 The policy `cache_aware` also runs on several routers side by side, which share the requests at
 random."""

@@ -1,10 +1,12 @@
-"""`headwater bench serve`: what a client sees of a live server, with and without its cache.
+"""`headwater bench serve`: speed of a live server as a client measures it, with and without its
+cache.
 
-Servers are real processes; one client process asks them over HTTP, in closed loops: so many
-clients at a time, each asking again when it has its answer. With `--vllm-python` the same
-client asks vLLM on the same model folder in turns with Headwater, and ratios are printed, once
-against vLLM with compilation, its default, and once against `--enforce-eager`. Each engine is
-stopped during the others' turns, for an idle vLLM worker spins on its core.
+Servers are real processes. One client process sends requests over HTTP in closed loops: a fixed
+number of clients, each of which sends the next request when it has its answer. With
+`--vllm-python` the same client asks vLLM on the same model folder in turns with Headwater, and
+ratios are printed, once against vLLM with compilation, its default, and once against
+`--enforce-eager`. Each engine is stopped during the others' turns, for an idle vLLM worker
+spins on its core.
 
 On a machine that others use, `waited_share` says for how much of a run the engine was kept
 off its core, and `tokens_per_cpu_s` counts only the seconds in which it had it. With
@@ -52,7 +54,8 @@ MAX_MODEL_LEN = 4096
 VLLM_MODES = ("compiled", "eager")
 COUNTERS = ("headwater:engine_decide_seconds_total", "headwater:engine_step_seconds_total")
 QUIET = 0.05
-"""Most of a run's time that an engine may wait for its core, before patience repeats it."""
+"""Largest share of a run in which an engine may wait for its core before the run is
+repeated."""
 
 TIMES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms")
 HEAD = (
@@ -65,7 +68,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One workload at one concurrency; `seed` tells it from all others."""
+    """One workload at one concurrency; `seed` distinguishes it from all others."""
 
     workload: str
     concurrency: int
@@ -135,7 +138,7 @@ def constrained_ratios(rows: list[Row]) -> list[Row]:
 
 
 def summarise(answers: Sequence[Answer], *, seconds: float) -> Row:
-    """What the clients saw, together."""
+    """The joint results of all clients."""
     firsts, gaps = [], []
     for answer in answers:
         times = answer.event_times_s()
@@ -163,7 +166,7 @@ def _measure_case(
     *,
     caching: bool,
 ) -> list[Row]:
-    """A row a server: medians of the rounds, in which servers take turns."""
+    """One row per server: medians of the rounds, in which servers alternate."""
     vocab = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rounds: dict[str, list[Row]] = {server.engine: [] for server in servers}
     for number in range(options.rounds if caching else 1):
@@ -188,7 +191,7 @@ def _measure_case(
 def _run_in_quiet(
     case: Case, server: RunningServer, vocab: int, seed: int, options: Namespace
 ) -> Row:
-    """The first run in which the engine had its core, or that of several in which it most had."""
+    """The first run in which the engine had its core, or the best of several."""
     rows: list[Row] = []
     for attempt in range(options.patience):
         rows.append(_run(case, server, vocab, seed + attempt, options.output_tokens))
@@ -224,7 +227,8 @@ def _run(case: Case, server: RunningServer, vocab: int, seed: int, output_tokens
 
 
 def _decided(server: RunningServer) -> list[float]:
-    """Seconds in scheduler and cache, and in steps; nothing of an engine that does not say."""
+    """Seconds in scheduler and cache, and in steps; empty for an engine that does not report
+    them."""
     counters = server.counters()
     return [counters[name] for name in COUNTERS if name in counters]
 

@@ -1,9 +1,10 @@
 """`headwater bench soak`: host and storage tiers under random faults, for as long as asked.
 
 Round after round, a small engine without a model serves a random workload while copies fail,
-storage calls return late or not before every request has ended, blocks rot, requests are aborted
-and the cache is reset. After each round every book must balance and every token be that of an
-uncached run. With `--model tiny` the engine has the built-in model, and real threads that fail.
+storage calls return late or not before every request has ended, blocks rot, requests are
+aborted and the cache is reset. After each round every invariant must hold, and every token must
+be that of an uncached run. With `--model tiny` the engine has the built-in model, and real
+threads that fail.
 
 Heap and resident memory are sampled after the rounds; the report has their slopes over the second
 half of the time, which are zero within noise when nothing leaks.
@@ -33,21 +34,22 @@ class SoakRound(Protocol):
     """A round of a soak."""
 
     def run(self) -> Counter[str]:
-        """Serve, disturb, balance the books; what happened. Raises where they do not balance."""
+        """Serve, disturb, check the invariants; return what happened. Raises InvariantError if
+        one is violated."""
 
     def close(self) -> None:
         """Release what it has."""
 
 
 MakeRound = Callable[[int, Path | None], SoakRound]
-"""Makes the round of a seed, which stores in a folder or in memory."""
+"""Makes the round of a seed; it stores in a folder or in memory."""
 
 _FILE_EVERY = 4
-"""Every so many rounds store in a directory, the others in memory."""
+"""One round in this many stores in a directory, the others in memory."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Soak and print the counts; 1 if a round went wrong."""
+    """Run the soak and print the counts; return 1 if a round failed."""
     options = read_flags(_parser(), argv)
     minutes = _QUICK_MINUTES if options.quick else options.minutes
     logging.getLogger("headwater.transfer").setLevel(logging.CRITICAL)  # faults are the point
@@ -85,17 +87,17 @@ def run_round(seed: int, make: MakeRound = EchoRound) -> Counter[str]:
         try:
             return soak_round.run()
         except (AssertionError, HeadwaterError):
-            print(f"a book does not balance with --seed {seed}", file=sys.stderr)
+            print(f"an invariant is violated with --seed {seed}", file=sys.stderr)
             raise
         finally:
             soak_round.close()
 
 
 def _round_maker(model: str) -> MakeRound:
-    """What makes a round: of an engine that echoes, or of the built-in model."""
+    """Returns the factory of rounds: for an echo engine, or for the built-in model."""
     if model == "echo":
         return EchoRound
-    # With torch, which the other soak does without.
+    # Imports torch, which the other soak does not need.
     from headwater.bench._soak_model import ModelRound, RightTokens
     from headwater.device import builtin
 

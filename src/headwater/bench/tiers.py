@@ -1,12 +1,13 @@
-"""`headwater bench tiers`: what host and storage tiers cost, and what a hit in them saves.
+"""`headwater bench tiers`: the cost of host and storage tiers, and the time that a hit saves.
 
-(a) traffic that never hits, with and without tiers, in turns; (b) the time to the first token
-of a hit in each tier and of computing the same prompt; (c) many requests at once for one stored
-prefix; (d) bytes a second of each backend beside the barest use of its medium; (e) the first token
-while a stopped backend never returns a call, once the breaker has opened, beside no storage;
-(f) sessions that do not fit on the device: what each turn finds of what it could; (g) a simulated
-grid: first tokens when loads are priced, over always and never waiting for storage; (h) with
---trace: what storage finds when it accepts a quarter of what is computed, by order of writes.
+(a) traffic that never hits, with and without tiers, alternately; (b) the time to the first
+token of a hit in each tier and of computing the same prompt; (c) many requests at once for one
+stored prefix; (d) bytes a second of each backend beside the barest use of its medium; (e) the
+first token while a stopped backend never returns a call, once the breaker has opened, beside no
+storage; (f) sessions that do not fit on the device: what each turn finds of what it could; (g)
+a simulated grid: first tokens when loads are priced, over always and never waiting for storage;
+(h) with --trace: what storage finds when it accepts a quarter of what is computed, by order of
+writes.
 
 The engine runs in this process. Backends whose server is not installed are left out.
 """
