@@ -64,17 +64,25 @@ def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
 
     assert late == [BlockWrite.REFUSED]
     assert storage.stats().reasons == {"disk_full": 1}
-    assert fresh.stats().reasons == {"no_room": 2}
+    assert fresh.stats().reasons == {"disk_full": 2}
     assert storage.contains([keys], timeout_s=1)[0] >= num_slots - 1
     storage.check()
 
 
-def test_the_disk_keeps_its_reserve(make_file: MakeFile) -> None:
-    """What the operator wants free stays free, whatever the capacity says."""
+def test_the_disk_keeps_its_reserve(
+    make_file: MakeFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the operator wants free stays free, whatever the capacity says. The reason names the
+    disk: the directory itself has room."""
     storage = make_file(reserve_bytes=1 << 60)
 
-    assert write_run(storage, make_keys(1), BLOCK_BYTES) == [BlockWrite.REFUSED]
-    assert storage.stats().reasons == {"no_room": 1}
+    assert write_run(storage, make_keys(2), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2
+    assert storage.stats().reasons == {"disk_full": 2}
+    lines = [
+        line for line in caplog.messages if "disk of the storage directory is full" in line
+    ]
+    assert len(lines) == 1
+    assert f"reserve_bytes={1 << 60}" in lines[0]
 
 
 def test_a_failed_write_can_never_be_found(

@@ -7,6 +7,7 @@ the directory takes the slabs over. There is no `fsync`: after a power cut a blo
 or damaged, and is then a miss.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from headwater.storage.file.table import Geometry
 from headwater.storage.io_threads import IoThreads
 from headwater.storage.settings import read_settings
 from headwater.types import BlockKey
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -95,6 +98,8 @@ class FileStorage:
         self._io_threads = IoThreads("file storage", config.num_threads)
         self._growing = Lock()
         self._full_until_s = float("-inf")
+        self._full_reason = "no_room"
+        """Why there was no new slab: `no_room` in the directory, or `disk_full`."""
         self._refreshing = Lock()
         self._names: set[str] = set()
         self._theirs: dict[str, Slab] = {}
@@ -232,7 +237,7 @@ class FileStorage:
         """Write a claimed block. Returns the reason if it was refused."""
         place = self._take(key, parent)
         if place is None:
-            return "no_room"
+            return self._full_reason
         try:
             place.slab.write(place.entry, block)
         except OSError:
@@ -267,16 +272,35 @@ class FileStorage:
             self._adopt()
             if self._index.has_free():
                 return True
-            slab = self._directory.create(
-                self._geometry,
-                capacity_bytes=self._config.capacity_bytes,
-                reserve_bytes=self._config.reserve_bytes,
-            )
+            slab = self._new_slab()
             if slab is None:
                 self._full_until_s = self._clock.now() + _RETRY_S
                 return False
             self._index.add_slab(slab)
             return True
+
+    def _new_slab(self) -> Slab | None:
+        """None without room; `_full_reason` then says where."""
+        config, before = self._config, self._full_reason
+        self._full_reason = "no_room"
+        try:
+            return self._directory.create(
+                self._geometry,
+                capacity_bytes=config.capacity_bytes,
+                reserve_bytes=config.reserve_bytes,
+            )
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        self._full_reason = "disk_full"
+        if before != "disk_full":
+            log.warning(
+                "the disk of the storage directory is full; the store stays smaller than its "
+                "capacity: path=%s used_bytes=%d capacity_bytes=%d slab_bytes=%d reserve_bytes=%d",
+                *(config.path, self.stats().used_bytes, config.capacity_bytes),
+                *(self._geometry.total_bytes, config.reserve_bytes),
+            )
+        return None
 
     def _remove(self, keys: Sequence[BlockKey]) -> int:
         removed = 0

@@ -70,21 +70,20 @@ class SlabDirectory:
     def create(
         self, geometry: Geometry, *, capacity_bytes: int, reserve_bytes: int
     ) -> Slab | None:
-        """A new slab of ours, or None if the directory or the disk has no room for it."""
+        """A new slab of ours, or None if the directory has no room for it.
+
+        Raises OSError; its number is one of `FULL` when the disk would keep less than
+        `reserve_bytes`.
+        """
         with self._locked():
             self._sweep()
             if not self._make_room(geometry.total_bytes, capacity_bytes):
                 return None
             disk = os.statvfs(self.path)
             if disk.f_bavail * disk.f_frsize < geometry.total_bytes + reserve_bytes:
-                return None
-            try:
-                name = f"{uuid.uuid4().hex}.table"
-                return Slab.create(self.path / name, geometry, direct=self._direct)
-            except OSError as error:
-                if error.errno in FULL:
-                    return None
-                raise
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            name = f"{uuid.uuid4().hex}.table"
+            return Slab.create(self.path / name, geometry, direct=self._direct)
 
     def adopt(self, form: BlockFormat, known: set[str]) -> list[Slab]:
         """Take over the slabs of this format, not `known`, whose owners are dead."""
