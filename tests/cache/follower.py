@@ -1,18 +1,18 @@
-"""Somebody outside who knows the cache from its events alone."""
+"""A consumer that knows the cache only from its events."""
 
 from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import BlockKey, Tier
 
 
 class Follower:
-    """The keys in each tier, as they were told."""
+    """The keys in each tier, according to the events."""
 
     def __init__(self):
         self.tiers: dict[Tier, set[BlockKey]] = {tier: set() for tier in Tier}
         self.tokens: dict[BlockKey, bytes] = {}
 
     def follow(self, events):
-        """Apply events in order; what makes no sense fails."""
+        """Apply events in order; an impossible event fails."""
         for event in events:
             match event:
                 case BlocksStored():
@@ -37,7 +37,7 @@ class Follower:
 
 
 def cached(cache):
-    """The truth: the keys in each tier, read from the tree."""
+    """The keys in each tier, read from the tree."""
     tiers: dict[Tier, set[BlockKey]] = {tier: set() for tier in Tier}
     for node in cache._tree.nodes():
         keys = cache._tree.keys(node)

@@ -1,7 +1,7 @@
-"""A cache over simulated memory, with hands that make every mistake an executor can make.
+"""A cache over simulated memory, with executors that can make every mistake.
 
-Every slot holds what was really written to it. After every operation each block that can be
-found must hold exactly its own tokens, in every tier; that is `nothing_is_wrong`.
+Every slot holds the bytes that were written to it. After every operation each findable block
+must hold exactly its own tokens, in every tier; `nothing_is_wrong` checks that.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ GARBAGE = "garbage"
 
 
 class Sequence:
-    """A request as the scheduler would keep it."""
+    """A request, as the scheduler keeps it."""
 
     def __init__(self, path, lease, held):
         self.path = path
@@ -62,7 +62,7 @@ class CacheHarness:
     # -- sequences ------------------------------------------------------------------------
 
     def start(self, path):
-        """Match, lease, take; when there is no room, all of it is undone."""
+        """Match, lease, take; if there is no room, undo everything."""
         self.asked = [*self.asked[-30:], path]
         before = self.cache.stats()
         match = self.cache.match(path)
@@ -80,7 +80,7 @@ class CacheHarness:
         return self.sequences[-1]
 
     def lease_old_match(self, path):
-        """Lease a match that was made before other operations: it is never on lost blocks."""
+        """Lease a match that was made before other operations: it never covers lost blocks."""
         if self.old_match is not None:
             lease = self.cache.lease(self.old_match, owner=RequestId("old"), now=self.now)
             self.cache.check()
@@ -100,7 +100,7 @@ class CacheHarness:
         sequence.computed = end
 
     def grow(self, sequence, tokens):
-        """Output follows the prompt: more tokens, more blocks."""
+        """Append output to the prompt: more tokens, more blocks."""
         old = sequence.path
         more = np.array(tokens, dtype=np.int32)
         longer = TokenPath(np.concatenate((old.tokens, more)), old.namespace, old.media)
@@ -111,7 +111,7 @@ class CacheHarness:
             sequence.table += held.tolist()
 
     def end(self, sequence, save=False, session="", hint=None):
-        """Finished, aborted or preempted: every slot that was not published goes back."""
+        """Finish, abort or preempt: every slot that was not published is returned."""
         self.sequences.remove(sequence)
         if save:
             self.cache.save(sequence.lease)
@@ -122,17 +122,17 @@ class CacheHarness:
         )
 
     def close_session(self, namespace, session):
-        """Its client says that nothing more will come; whatever of it is in use stays."""
+        """The client says that no more requests will come; blocks in use stay."""
         self.cache.close_session(namespace, session)
 
     def find_due(self):
-        """Look at every session that is expected: what of its path is there is found."""
+        """Match every expected session: the cached part of its path is found."""
         for known in self.cache.take_due_sessions(self.now + 100.0):
             match = self.cache.match_session(known)
             assert match.num_blocks == match.path.num_blocks(self.block)
 
     def serve(self, path):
-        """A whole request at once: what fills a cache in ordinary times."""
+        """Serve a whole request at once."""
         sequence = self.start(path)
         if sequence is not None:
             self.publish(sequence, len(sequence.table))
@@ -147,7 +147,7 @@ class CacheHarness:
         self.add_jobs(plans)
 
     def add_jobs(self, plans):
-        """Note what each write to storage has to store, before anything else happens."""
+        """Record what each write to storage has to store, before anything else happens."""
         for plan in plans:
             if plan.target is Tier.STORAGE:
                 slots = plan.source_slots
@@ -155,7 +155,7 @@ class CacheHarness:
         self.jobs += plans
 
     def plan_load(self, path, limit):
-        """Somebody asks again for what was asked before, wherever it is by now."""
+        """Request earlier blocks again, in whatever tier they are now."""
         plan = self.cache.plan_load(self.cache.match(path), limit_blocks=limit, now=self.now)
         if plan is not None:
             assert isinstance(plan, LoadJob)
@@ -181,20 +181,20 @@ class CacheHarness:
         self.ended = [*self.ended[-9:], outcome]
 
     def work_off(self, limit):
-        """Executors that do their work: everything wanted is copied, in order."""
+        """Let executors do their work: all planned copies succeed, in order."""
         self.add_jobs(self.cache.plan_offloads(limit_blocks=limit, now=self.now))
         for plan in list(self.jobs):
             self.finish_copy(plan, plan.num_blocks)
 
     def time_out(self, plan):
-        """Nobody waits for it any more, but its executor has not returned."""
+        """The deadline has passed, but the executor has not returned."""
         self.jobs.remove(plan)
         self.zombies.append(plan)
         effect = self.tell(JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT))
         assert effect is JobEffect.QUARANTINED
 
     def quiet(self, plan, ending):
-        """The executor returns at last; even if it says it is done, it is too late."""
+        """The executor returns at last. Even if it reports success, it is too late."""
         self.zombies.remove(plan)
         self.scribble(plan, 0)
         if plan.target is Tier.STORAGE:
@@ -208,13 +208,14 @@ class CacheHarness:
         assert self.tell(outcome) is JobEffect.UNKNOWN
 
     def scribble(self, plan, start=0):
-        """What an executor that failed, or is late, leaves in its targets."""
+        """Write garbage to the targets, as a failed or late executor does."""
         if plan.target is not Tier.STORAGE:
             for slot in plan.target_slots[start:]:
                 self.memory[plan.target][slot] = GARBAGE
 
     def copy(self, plan, count):
-        """Move `count` leading blocks, as late as an executor may; how many could be moved."""
+        """Copy `count` leading blocks, as late as an executor may; return how many could be
+        copied."""
         for i in range(count):
             if plan.source is not Tier.STORAGE:
                 content = self.memory[plan.source][plan.source_slots[i]]
@@ -235,7 +236,7 @@ class CacheHarness:
     # -- storage and control --------------------------------------------------------------
 
     def look_up(self, path):
-        """Storage is asked which leading blocks it has, and the cache is told."""
+        """Look up which leading blocks storage has, and tell the cache."""
         keys = self.cache.keys(path, path.num_blocks(self.block))
         found = next((i for i, key in enumerate(keys) if key not in self.storage), len(keys))
         if self.cache.config.storage:
@@ -247,7 +248,7 @@ class CacheHarness:
         assert self.cache._tree.num_nodes == 0
 
     def close(self):
-        """Liveness: when everybody has let go, every slot comes back."""
+        """Liveness: when everything is released, every slot is free."""
         while self.sequences:
             self.end(self.sequences[-1])
         for plan in [*self.jobs, *self.zombies]:
@@ -278,7 +279,8 @@ class CacheHarness:
                 assert read == self.identity(sequence.path, block)
 
     def followed(self):
-        """Who heard every fact knows every block; who asks for all of it now does too."""
+        """A consumer that got every event knows every block, and so does one that asks for a
+        snapshot now."""
         if not self.cache.config.record_events:
             return
         self.follower.follow(self.cache.take_events())
@@ -306,13 +308,13 @@ class CacheHarness:
         assert (match.reason is None) == complete
 
     def identity(self, path, block):
-        """What block `block` of `path` is: everything up to its end."""
+        """The identity of block `block` of `path`: all tokens up to its end."""
         marks = [(i, m) for i, m in (path.media or {}).items() if i <= block]
         tokens = path.tokens[: (block + 1) * self.block].tolist()
         return (path.namespace, tuple(sorted(marks)), tuple(tokens))
 
     def found(self):
-        """Every block in the tree: its identity put together from the root, node, index."""
+        """Every block in the tree: its identity from the root, its node and its index."""
         for namespace, root in self.cache._tree.roots.items():
             pending: list[tuple[Node, list[tuple[int, bytes]], tuple[int, ...]]]
             pending = [(child, [], ()) for child in root.children.values()]

@@ -1,4 +1,4 @@
-"""Builders for cache tests: a cache, and requests that go all the way through it."""
+"""Builders for cache tests: a cache, and complete requests."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def serve(cache, path):
 
 
 def write_down(cache, limit=100):
-    """Carry out every offload that is wanted, with success."""
+    """Execute every planned offload successfully."""
     for plan in cache.plan_offloads(limit_blocks=limit, now=0.0):
         cache.finish_job(done(plan), now=0.0)
 
@@ -47,7 +47,7 @@ def blocks_by_tier(cache, path):
 
 
 def done(plan):
-    """The end of a transfer that went well."""
+    """The outcome of a successful transfer."""
     return JobOutcome(job=plan.job, status=JobStatus.DONE)
 
 

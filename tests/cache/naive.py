@@ -1,4 +1,4 @@
-"""Plain models of the cache: a dict of blocks, no tree, no arrays, nothing clever."""
+"""Simple models of the cache: a dict of blocks, without tree or arrays."""
 
 
 class NaiveLru:
@@ -44,7 +44,7 @@ class NaiveLru:
         return True
 
     def commit(self, blocks):
-        """Publish held blocks under a lease; returns how many were there already."""
+        """Publish held blocks under a lease; return how many were published already."""
         surplus = 0
         for block in blocks:
             if block in self.last_use:

@@ -1,4 +1,4 @@
-"""Bounds: what the cache remembers never outgrows what it holds, and no job holds too much."""
+"""Bounds: the cache's memory is limited by what it holds, and no job holds too much."""
 
 import gc
 import tracemalloc
@@ -151,7 +151,7 @@ def test_nodes_known_only_from_storage_are_bounded():
 
 
 def test_the_bound_on_stored_nodes_costs_no_scan(monkeypatch):
-    """At the limit, one new node forgets one old node: others are not looked at."""
+    """At the limit, one new node forgets one old node: other nodes are not examined."""
     cache = make_stored(max_stored_nodes=1000)
     for number in range(1000):
         cache.learn_stored(make_path(number), 1, now=0.0)

@@ -23,7 +23,7 @@ def make_auto(device_blocks=4, host_blocks=4, **settings):
 
 
 def finish(cache, path):
-    """A whole request that ends, as the scheduler ends it."""
+    """A whole request, ended as the scheduler ends it."""
     lease, held = begin(cache, path)
     surplus = cache.commit(lease, path, held, now=0.0)
     finished = FinishedRequest(prompt_tokens=len(path.tokens), output_tokens=0)
@@ -56,7 +56,8 @@ def test_a_block_reaches_the_host_before_the_device_evicts_it_without_a_hit():
 
 
 def test_device_and_host_hold_different_blocks_when_both_are_full():
-    """Lesson 87: eight requests of one block fill four device and four host slots, and none is lost."""
+    """Lesson 87: eight requests of one block fill four device and four host slots, and no block
+    is lost."""
     cache = make_auto(write_ahead_blocks=1)
 
     for number in range(8):
@@ -68,7 +69,7 @@ def test_device_and_host_hold_different_blocks_when_both_are_full():
 
 
 def test_a_committed_block_fills_a_free_host_slot_but_evicts_nothing():
-    """While the host has free slots a block is written at once; a full host is left alone."""
+    """While the host has free slots a block is written at once; a full host is not changed."""
     cache = make_auto(device_blocks=8, host_blocks=1, write_ahead_blocks=1)
 
     serve(cache, make_path(1))
@@ -80,8 +81,8 @@ def test_a_committed_block_fills_a_free_host_slot_but_evicts_nothing():
 
 
 def test_a_loaded_block_leaves_a_full_host_first():
-    """After a load the host copy is a duplicate: it goes before older blocks that have no other
-    copy."""
+    """After a load the host copy is a duplicate: it is evicted before older blocks without
+    another copy."""
     cache = make_auto(device_blocks=4, host_blocks=3, write_ahead_blocks=1)
     for number in (1, 2, 3):
         finish(cache, make_path(number))
@@ -107,7 +108,8 @@ def begin_loaded(cache, path):
 
 
 def test_a_dropped_duplicate_is_written_again_before_the_device_evicts_it():
-    """A host copy that made room is not lost: the block is a next victim later, and is written."""
+    """A dropped duplicate is not lost: when the block becomes a next victim, it is written
+    again."""
     cache = make_auto(device_blocks=2, host_blocks=2, write_ahead_blocks=2)
     finish(cache, make_path(1))
     write_down(cache)
@@ -142,8 +144,8 @@ def test_a_window_of_no_blocks_is_refused(blocks):
 
 
 def test_a_large_admission_evicts_blocks_with_a_host_copy_first():
-    """More is evicted at once than was written ahead: what the host has leaves the device first,
-    although it was used later, and the unwritten block is still found."""
+    """More is evicted at once than was written ahead. Blocks with a host copy leave the device
+    first, although they were used later, and the unwritten block is still found."""
     cache = make_cache(8, host_blocks=8, write_policy=WritePolicy.AUTO, write_ahead_blocks=4)
     serve(cache, make_path(1))
     for node in list(cache._writes.queued(Tier.DEVICE)):
@@ -179,7 +181,8 @@ def test_a_burst_of_admissions_is_remembered_for_a_while():
 
 
 def test_a_request_that_ends_under_pressure_is_written_at_once():
-    """The admissions of one step take a quarter of the device: what just ended is evicted next."""
+    """The admissions of one step take a quarter of the device: a request that has just ended is
+    evicted next."""
     cache = make_auto(device_blocks=16, host_blocks=4)
     for number in range(4):
         finish(cache, make_path(100 + number))

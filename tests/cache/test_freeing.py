@@ -1,4 +1,4 @@
-"""Freeing and eviction: one test for each way it went wrong elsewhere (lessons 1 to 12)."""
+"""Freeing and eviction: one test for each known failure of other engines (lessons 1 to 12)."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.cache.make import begin, blocks_by_tier, make_cache, make_path, serve
 
 
 def test_eviction_frees_one_batch_per_take():
-    """Lesson 1: however many leaves go, the pool is told once."""
+    """Lesson 1: the pool is called once, however many leaves are evicted."""
     cache = make_cache(8)
     for leaf in range(8):
         serve(cache, make_path(leaf))
@@ -53,7 +53,7 @@ def test_slots_held_for_output_are_freed_once():
 
 
 def test_an_evicted_node_is_terminal_at_once():
-    """Lesson 3: whoever still holds a reference can see that the node is gone."""
+    """Lesson 3: every remaining reference shows that the node is gone."""
     cache = make_cache(2, host_blocks=4, write_policy=WritePolicy.NONE)
     serve(cache, make_path(1, 2))
     match = cache.match(make_path(1, 2))
@@ -91,7 +91,7 @@ def test_a_node_cannot_enter_the_order_twice():
 
 
 def test_an_evicted_node_never_comes_back_into_the_order():
-    """Lesson 5: the same prompt afterwards is another node."""
+    """Lesson 5: the same prompt later creates another node."""
     cache = make_cache(2)
     serve(cache, make_path(1))
     gone = cache.match(make_path(1)).nodes[0]
@@ -214,7 +214,7 @@ def test_host_copies_of_device_blocks_are_reclaimable():
 
 @pytest.mark.parametrize("leaves", [10, 1000])
 def test_eviction_looks_only_at_what_it_evicts(leaves):
-    """Lesson 11: the cost of one eviction does not depend on how many leaves there are."""
+    """Lesson 11: the cost of one eviction does not depend on the number of leaves."""
     cache = make_cache(leaves)
     for leaf in range(leaves):
         serve(cache, make_path(leaf))
@@ -243,7 +243,7 @@ def test_probes_do_not_pin():
 
 
 def test_pins_have_an_owner_and_an_expiry():
-    """Lesson 12: a lease that nobody renews ends by itself."""
+    """Lesson 12: a lease that is not renewed expires."""
     cache = make_cache(2)
     serve(cache, make_path(1, 2))
     cache.lease(cache.match(make_path(1, 2)), owner="peer", now=0.0, expires_s=5.0)
@@ -269,7 +269,7 @@ def test_there_is_a_victim_whenever_nothing_is_leased():
 
 
 def test_a_leased_block_is_never_evicted():
-    """A pin is on the whole path; only what is beyond it can go."""
+    """A pin covers the whole path; only blocks after it can be evicted."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3, 4))
     lease = cache.lease(cache.match(make_path(1, 2)), owner="r", now=0.0)

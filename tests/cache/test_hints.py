@@ -1,4 +1,5 @@
-"""What clients say of their sessions: closed ones go first, promises are kept, all is bounded."""
+"""Hints about sessions: closed sessions are evicted first, promises are kept, everything is
+bounded."""
 
 import pytest
 
@@ -20,7 +21,7 @@ def serve(cache, path, session="", hint=None, now=0.0, output=0):
 
 
 def make_room(cache, count, now=0.0):
-    """Take so many blocks and give them back, so that others are evicted."""
+    """Take this many blocks and return them, so that others are evicted."""
     slots = cache.take(count, now=now)
     assert slots is not None
     cache.free(slots)
@@ -29,7 +30,7 @@ def make_room(cache, count, now=0.0):
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_closed_session_goes_first_under_every_policy(name):
-    """Its blocks go before those of sessions that were used longer ago."""
+    """Its blocks are evicted before those of sessions that were used earlier."""
     cache = make_cache(device_blocks=8, eviction=name)
     for first, hint in ((1, None), (2, None), (3, CLOSED)):
         serve(cache, make_path(first, first + 10), f"s{first}", hint)
@@ -41,7 +42,7 @@ def test_a_closed_session_goes_first_under_every_policy(name):
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_session_can_be_closed_later_by_its_name(name):
-    """Closing says whether it was known; once closed it is forgotten."""
+    """Closing reports whether the session was known; a closed session is forgotten."""
     cache = make_cache(device_blocks=8, eviction=name)
     for first in (1, 2, 3):
         serve(cache, make_path(first, first + 10), f"s{first}")
@@ -54,7 +55,8 @@ def test_a_session_can_be_closed_later_by_its_name(name):
 
 
 def test_what_others_use_stays_when_a_session_is_closed():
-    """A beginning that was there before the session, and one that another hangs on."""
+    """A prefix that existed before the session, and a prefix that another path continues,
+    stay."""
     cache = make_cache(device_blocks=12)
     serve(cache, make_path(1, 2))
     serve(cache, make_path(1, 2, 3, 4), "mine")
@@ -79,7 +81,7 @@ def test_nobody_closes_the_session_of_another_tenant():
 
 
 def test_a_closed_session_that_comes_back_is_only_a_miss():
-    """Hints are soft: it is served, and worth as much as any other from then on."""
+    """Hints are soft: the session is served, and counts like any other from then on."""
     cache = make_cache(device_blocks=8, eviction="session")
     serve(cache, make_path(1, 2), "s", CLOSED)
     serve(cache, make_path(5, 6), "t")
@@ -95,7 +97,7 @@ def test_a_closed_session_that_comes_back_is_only_a_miss():
 
 
 def test_a_session_in_use_is_not_touched_by_closing_it():
-    """Lesson 12: what is leased stays; closing changes the order of what is not."""
+    """Lesson 12: leased blocks stay; closing changes only the order of the others."""
     cache = make_cache(device_blocks=8)
     serve(cache, make_path(1, 2), "s")
     lease, held = begin(cache, make_path(1, 2, 3))
@@ -108,7 +110,7 @@ def test_a_session_in_use_is_not_touched_by_closing_it():
 
 
 def test_closed_blocks_go_first_from_the_host_too():
-    """The same order holds a tier below."""
+    """The same order holds on the host tier."""
     cache = make_cache(device_blocks=8, host_blocks=6, eviction="session")
     for first in (1, 2, 3):
         path = make_path(first, first + 10)
@@ -128,7 +130,7 @@ def test_closed_blocks_go_first_from_the_host_too():
 
 
 def test_a_pending_session_is_kept_longer_than_others():
-    """With the session policy a promise makes a return likelier, at every age."""
+    """With the session policy, a promise makes a return more likely at every age."""
     cache = make_cache(device_blocks=8 * 64, eviction="session", hint_share=1.0)
     for number in range(1, 8):
         hint = PENDING if number == 1 else None
@@ -139,13 +141,13 @@ def test_a_pending_session_is_kept_longer_than_others():
 
 
 def long_path(number):
-    """As many tokens as the session policy needs to tell prompts apart."""
+    """As many tokens as the session policy needs to distinguish prompts."""
     return make_path(*[number] * 64)
 
 
 def test_promises_are_bounded_by_a_budget_for_each_tenant():
-    """A quarter of the blocks; what is beyond is served like any other, and another tenant is
-    not affected. A promise that was kept, or is over, frees its part."""
+    """The budget is a quarter of the blocks. Further sessions are served without a promise, and
+    other tenants are not affected. A promise that was kept, or is over, frees its part."""
     cache = make_cache(device_blocks=16, hint_share=0.25)
     other = Namespace(salt="other")
     serve(cache, make_path(1, 2, 3), "a", PENDING)
@@ -164,7 +166,7 @@ def test_promises_are_bounded_by_a_budget_for_each_tenant():
 
 
 def test_sessions_that_are_remembered_are_bounded(monkeypatch):
-    """The one not heard of for longest is forgotten, of the same tenant first."""
+    """The session unused for longest is forgotten, of the same tenant first."""
     monkeypatch.setattr(limits, "MAX_OF_TENANT", 3)
     monkeypatch.setattr(limits, "MAX_SESSIONS", 4)
     cache = make_cache(device_blocks=16)
@@ -182,7 +184,7 @@ def test_sessions_that_are_remembered_are_bounded(monkeypatch):
 
 
 def test_timers_of_hints_do_not_pile_up():
-    """A session that says the same thing over and over costs no more memory than once."""
+    """Repeating the same hint costs no more memory than giving it once."""
     cache = make_cache(device_blocks=8)
     for now in range(5_000):
         serve(cache, make_path(1), "s", Hint(returns_in_s=3_000.0), now=float(now))
@@ -193,7 +195,8 @@ def test_timers_of_hints_do_not_pile_up():
 
 
 def test_expected_sessions_come_in_the_order_of_their_time():
-    """Each once; one that came back, or was closed, is expected no longer."""
+    """Each session is returned once; a session that returned or was closed is not expected any
+    more."""
     cache = make_cache(device_blocks=16, hint_share=1.0)
     for name, in_s in (("late", 60.0), ("soon", 5.0), ("back", 6.0), ("closed", 7.0)):
         serve(cache, make_path(len(name), 20), name, Hint(returns_in_s=in_s))
@@ -206,7 +209,7 @@ def test_expected_sessions_come_in_the_order_of_their_time():
 
 
 def test_a_reset_forgets_sessions():
-    """Lesson 59: nothing of the time before a reset is left."""
+    """Lesson 59: nothing from before the reset is left."""
     cache = make_cache(device_blocks=8)
     serve(cache, make_path(1), "s", PENDING)
     cache.reset()
@@ -216,7 +219,7 @@ def test_a_reset_forgets_sessions():
 
 
 def test_the_path_of_a_session_is_found_from_where_it_ended():
-    """Also when its end was evicted: then what is left of it is."""
+    """The cached part of its path is found, even if its end was evicted."""
     cache = make_cache(device_blocks=8, hint_share=1.0)
     serve(cache, make_path(1, 2, 3, 4, 5, 6), "s", Hint(returns_in_s=1.0))
     (known,) = cache.take_due_sessions(2.0)
@@ -231,7 +234,7 @@ def test_the_path_of_a_session_is_found_from_where_it_ended():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_what_is_evicted_is_found_a_tier_below(name):
-    """Evicting is demoting where there is a lower tier, under every policy: from the device to
+    """With a lower tier, an evicted block moves there, under every policy: from the device to
     the host, from the host to storage."""
     cache = make_cache(
         device_blocks=8,
@@ -260,7 +263,8 @@ def test_what_is_evicted_is_found_a_tier_below(name):
 
 
 def test_closed_blocks_are_not_written_before_they_go():
-    """With write_back the next victims are written; what is closed is not worth a copy."""
+    """With write_back the next victims are written, but blocks of closed sessions are not worth
+    a copy."""
     cache = make_cache(
         device_blocks=8,
         host_blocks=8,

@@ -61,7 +61,8 @@ def test_salt_and_adapter_cannot_be_confused():
 
 @given(st.lists(st.integers(0, 3), min_size=8, max_size=8), st.integers(0, 7))
 def test_a_key_stands_for_everything_before_it(tokens, changed):
-    """Changing one token changes its block's key and all later ones, and no earlier one."""
+    """Changing one token changes the key of its block and of all later blocks, and no earlier
+    key."""
     other = list(tokens)
     other[changed] += 10
     same = [a == b for a, b in zip(chain(SCHEME, tokens), chain(SCHEME, other), strict=True)]
@@ -80,7 +81,8 @@ def test_media_are_part_of_identity():
 
 
 def test_media_positions_count():
-    """An image one token further on is another block; a long one is in every block it touches."""
+    """An image one token later gives another block; a long image is part of every block it
+    touches."""
     assert media_by_block([MediaSpan(3, 9, b"x")], 4).keys() == {0, 1, 2}
     assert media_by_block([MediaSpan(0, 2, b"x")], 4) != media_by_block(
         [MediaSpan(1, 3, b"x")], 4

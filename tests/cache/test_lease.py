@@ -40,7 +40,7 @@ def test_a_block_is_findable_only_after_commit():
 
 
 def test_in_flight_says_how_far_it_goes():
-    """Only the blocks that both prompts share are being computed for the asker."""
+    """Only the blocks that both prompts share count as in flight."""
     cache = make_cache()
     lease, _ = begin(cache, make_path(1, 2, 3), "x")
     cache.announce(lease, make_path(1, 2, 3))
@@ -50,7 +50,7 @@ def test_in_flight_says_how_far_it_goes():
 
 
 def test_a_lease_survives_splits():
-    """Another prompt that diverges inside a leased run does not disturb the lease."""
+    """A prompt that diverges inside a leased run does not disturb the lease."""
     cache = make_cache()
     path = make_path(1, 2, 3, 4)
     serve(cache, path)
@@ -67,7 +67,7 @@ def test_a_lease_survives_splits():
 
 
 def test_a_stale_match_is_made_again():
-    """Lesson 23: a lease never covers blocks that went since the match."""
+    """Lesson 23: a lease never covers blocks that were evicted after the match."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3))
     match = cache.match(make_path(1, 2, 3))
@@ -81,7 +81,7 @@ def test_a_stale_match_is_made_again():
 
 
 def test_a_request_that_does_not_fit_rolls_back():
-    """Lesson 23: nothing is left behind by an admission that failed half-way."""
+    """Lesson 23: an admission that fails half-way leaves nothing behind."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2))
     before = cache.stats()
@@ -97,7 +97,7 @@ def test_a_request_that_does_not_fit_rolls_back():
 
 
 def test_decode_grows_one_run():
-    """Committing block by block makes one node, not one a block."""
+    """Committing block by block makes one node, not one node per block."""
     cache = make_cache(40)
     path = make_path(*range(32))
     lease, held = begin(cache, path)
@@ -110,7 +110,7 @@ def test_decode_grows_one_run():
 
 
 def test_a_released_lease_is_refused():
-    """Every use of a lease that is over is a typed error and changes nothing."""
+    """Every use of a released lease is a typed error and changes nothing."""
     cache, other = make_cache(), make_cache()
     lease, held = begin(cache, make_path(1))
     cache.release(lease, now=0.0, slots=held)
@@ -158,7 +158,7 @@ def test_a_slot_named_twice_is_not_committed():
 
 
 def test_a_match_of_another_cache_is_made_again():
-    """A lease is never on nodes of a foreign tree, even when the versions happen to agree."""
+    """A lease never refers to nodes of another tree, even if the versions are equal."""
     cache, other = make_cache(), make_cache()
     serve(other, make_path(1, 2))
     serve(cache, make_path(7, 8))

@@ -22,7 +22,7 @@ prompts = st.lists(st.integers(0, 1), min_size=0, max_size=14)
 
 
 class LruMachine(RuleBasedStateMachine):
-    """One tier: any order of requests, overlapping as they like, evicts what LRU evicts."""
+    """One tier: any order of overlapping requests evicts exactly what LRU evicts."""
 
     running = Bundle("running")
 
@@ -35,7 +35,7 @@ class LruMachine(RuleBasedStateMachine):
 
     @rule(target=running, tokens=prompts)
     def start(self, tokens):
-        """Match, lease, take what is missing; a prompt that does not fit rolls back."""
+        """Match, lease, take the missing blocks; a prompt that does not fit is rolled back."""
         path = TokenPath(tokens)
         blocks = self.model.blocks(tokens)
         match = self.cache.match(path)
@@ -54,14 +54,14 @@ class LruMachine(RuleBasedStateMachine):
 
     @rule(target=running, request=consumes(running), share=st.floats(0, 1))
     def commit(self, request, share):
-        """Publish some of what is held; what was published meanwhile is surplus."""
+        """Publish some held blocks; blocks published meanwhile by others are surplus."""
         lease, path, blocks, slots, done = request
         count = round((len(blocks) - done) * share)
         surplus = self.cache.commit(lease, path, slots[:count], now=0.0)
         assert len(surplus) == self.model.commit(blocks[done : done + count])
         rest = np.concatenate((slots[count:], surplus))
         if len(surplus):
-            # Surplus is at the end now, so such a request commits no more and just ends.
+            # The surplus is at the end now, so such a request commits no more and ends.
             self.cache.release(lease, now=0.0, slots=rest)
             self.model.release(blocks[: done + count], len(rest))
             return multiple()
@@ -75,7 +75,7 @@ class LruMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts, limit=st.integers(0, 8))
     def probe(self, tokens, limit):
-        """Lesson 12: probes do not pin, and see exactly what is there."""
+        """Lesson 12: probes do not pin, and find exactly the cached blocks."""
         match = self.cache.match(TokenPath(tokens), limit)
         assert match.num_blocks == self.model.match(tokens, limit)
 

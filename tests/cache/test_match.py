@@ -1,4 +1,4 @@
-"""What a match finds and changes nothing by: extents, reasons, media, namespaces."""
+"""Matching has no effects: lengths by tier, reasons, media, namespaces."""
 
 from headwater.cache import (
     MediaSpan,
@@ -19,7 +19,7 @@ from tests.cache.make import (
 
 
 def test_a_match_changes_nothing():
-    """Asking is free of effects, whatever is asked."""
+    """A match changes nothing, whatever is matched."""
     cache = make_cache()
     serve(cache, make_path(1, 2, 3))
     before = cache.stats()
@@ -75,7 +75,7 @@ def test_reasons_for_a_miss():
 
 
 def test_a_reason_tells_nothing_about_another_tenant():
-    """Lesson 63: what one tenant had and lost is never seen by the next."""
+    """Lesson 63: a tenant never sees what another tenant had."""
     cache = make_cache(2)
     mine = make_path(1, 2, namespace=Namespace(salt="a"))
     serve(cache, mine)
@@ -92,7 +92,8 @@ def test_a_reason_tells_nothing_about_another_tenant():
 
 
 def test_evicted_is_remembered_below_a_node_that_came_back():
-    """A block evicted twice over, parent and child, is still known to have been here."""
+    """After the eviction of parent and child, the child is still known as evicted when the
+    parent is back."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3))
     serve(cache, make_path(1, 5))

@@ -1,4 +1,4 @@
-"""The shape of the tree: sizes and ages, never content, never more than was asked for."""
+"""The outline of the tree: sizes and ages, never content, within its limits."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,8 @@ def cache():
 
 
 def test_runs_have_their_sizes_parents_and_ages(cache):
-    """A shared prefix is one node, what follows it is two; the one used last is the youngest."""
+    """A shared prefix is one node and its continuations are two; the one used last is the
+    youngest."""
     fill(cache, [1] * 8 + [2] * 4)
     fill(cache, [1] * 8 + [3] * 8)
 
@@ -44,7 +45,7 @@ def test_runs_have_their_sizes_parents_and_ages(cache):
 
 
 def test_salted_tenants_are_a_sum_and_nothing_else(cache):
-    """Lesson 67: neither their prefixes nor how these branch can be seen, only how much it is."""
+    """Lesson 67: neither their prefixes nor their branches are visible, only totals."""
     fill(cache, [1] * 8, salt="alice")
     fill(cache, [1] * 8 + [2] * 4, salt="bob")
 
@@ -56,7 +57,7 @@ def test_salted_tenants_are_a_sum_and_nothing_else(cache):
 
 
 def test_an_outline_is_as_small_as_it_was_asked_to_be(cache):
-    """Depth and number of nodes are bounds, and what is left out is counted, not hidden."""
+    """Depth and number of nodes are limits, and omitted nodes are counted."""
     for number in range(40):
         fill(cache, [9] * 4 + [number] * 4)
     fill(cache, [7] * 4, salt="x")
@@ -64,7 +65,7 @@ def test_an_outline_is_as_small_as_it_was_asked_to_be(cache):
 
     assert [node.num_children for node in look(cache, max_depth=1).nodes] == [40]
     few = look(cache, max_nodes=16)
-    assert len(few.nodes) == 9  # the head, and the eight of its children that came last
+    assert len(few.nodes) == 9  # the head, and its eight newest children
     assert few.num_nodes == 43
     assert {node.age for node in few.nodes[1:]} == set(range(2, 10))
     assert len(look(cache, max_nodes=3).nodes) == 3

@@ -1,4 +1,4 @@
-"""What tells the eviction policies apart, seen from outside: who is still there afterwards."""
+"""How the eviction policies differ, seen from outside: which blocks remain."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.cache.make import blocks_by_tier, make_cache, make_path, serve
 
 
 def test_settings_know_every_policy():
-    """The command line offers what the cache has, and nothing else."""
+    """The command line offers exactly the policies of the cache."""
     assert sorted(EVICTIONS) == sorted(POLICIES)
     with pytest.raises(ConfigError, match="known: arc, lru, s3fifo, session"):
         make_cache(eviction="fifo")
@@ -29,7 +29,7 @@ def test_a_scan_does_not_wash_out_what_was_used_again(name, stays):
 
 @pytest.mark.parametrize("name", ["s3fifo", "arc"])
 def test_what_comes_back_after_its_eviction_is_worth_more(name):
-    """A ghost that returns is kept past newcomers that came later."""
+    """A ghost that returns is kept longer than newer blocks."""
     cache = make_cache(device_blocks=8, eviction=name)
     for prompt in range(12):
         serve(cache, make_path(prompt))
@@ -42,7 +42,7 @@ def test_what_comes_back_after_its_eviction_is_worth_more(name):
 
 
 def test_reading_an_order_changes_nothing():
-    """Whoever looks at the next victims does not change who they are."""
+    """Reading the next victims does not change them."""
     for name in sorted(POLICIES):
         cache = make_cache(device_blocks=6, eviction=name)
         for prompt in (1, 2, 1, 3, 4, 2):

@@ -1,4 +1,4 @@
-"""SlotPool: bulk operations, exact books, no double free."""
+"""SlotPool: bulk operations, exact counts, no double free."""
 
 import numpy as np
 import pytest
@@ -130,7 +130,7 @@ def test_freeing_many_is_one_batch():
 
 
 def test_check_finds_a_lost_slot():
-    """`check` is able to fail: a slot in no book is reported."""
+    """`check` can fail: a slot without a state is reported."""
     pool = SlotPool(4)
     pool._state[2] = CACHED
 
@@ -139,7 +139,7 @@ def test_check_finds_a_lost_slot():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of takes, moves and frees keeps the books balanced."""
+    """Any order of takes, moves and frees keeps all counts correct."""
 
     taken = Bundle("taken")
     STATES = (HELD, CACHED, SlotState.MOVING, SlotState.QUARANTINED)

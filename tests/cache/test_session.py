@@ -1,4 +1,4 @@
-"""The parts of the session policy: what it remembers, learns and concludes; and its guard."""
+"""The parts of the session policy: history, learning, densities; and its guard."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ tokens = st.lists(st.integers(0, 1), max_size=12)
 @search(examples=300)
 @given(first=tokens, second=tokens)
 def test_prefixes_have_the_same_number_exactly_when_they_are_equal(first, second):
-    """Also where tokens are all zero, and where one path is longer."""
+    """Also for tokens that are all zero, and for paths of different length."""
     numbers = Fingerprints(BLOCK, 1)
     mine = numbers.of(TokenPath(first), len(first) // BLOCK) if len(first) >= BLOCK else []
     theirs = numbers.of(TokenPath(second), len(second) // BLOCK) if len(second) >= BLOCK else []
@@ -55,7 +55,7 @@ def test_prefixes_have_the_same_number_exactly_when_they_are_equal(first, second
 
 
 def test_namespaces_and_media_have_different_pasts():
-    """Nobody's session is taken for another tenant's, nor one image for another."""
+    """A session is never confused with another tenant's, nor one image with another."""
     numbers = Fingerprints(BLOCK, 1)
     paths = [
         TokenPath([1, 2, 3, 4]),
@@ -68,7 +68,7 @@ def test_namespaces_and_media_have_different_pasts():
 
 
 def test_a_session_is_known_again_by_its_prompt():
-    """Turn, relation and growth follow from the last request with the same prefix."""
+    """Turn, relation and growth come from the last request with the same prefix."""
     history = History(BLOCK, 1)
     opening = see(history, [1, 1, 2, 2])
     turn = see(history, [1, 1, 2, 2, 3, 3])
@@ -101,7 +101,7 @@ def test_what_many_sessions_begin_with_belongs_to_none():
 
 
 def test_the_past_is_bounded_in_time():
-    """Two hours later nothing is known of a session that did not come back."""
+    """Two hours later a session that did not return is forgotten."""
     history = History(BLOCK, 1)
     see(history, [1, 1], now=0.0)
     see(history, [5, 5], now=3_601.0)
@@ -111,7 +111,7 @@ def test_the_past_is_bounded_in_time():
 
 
 def test_a_run_is_a_sample_for_as_long_as_it_was_watched():
-    """Nothing is learned of a bin before it is over, and nothing after the return."""
+    """Nothing is learned about a bin before it is over, or after the return."""
     samples = HazardSamples()
     early, never = samples.add(7, 0.0), samples.add(8, 0.0)
     samples.came_back(early, 4.0)
@@ -125,7 +125,7 @@ def test_a_run_is_a_sample_for_as_long_as_it_was_watched():
 
 
 def test_densities_are_the_best_ratio_over_all_times_to_give_up():
-    """The table against the definition, for hazards drawn by chance."""
+    """The table is compared with the definition, for random hazards."""
     rng = np.random.default_rng(5)
     model = HazardModel(8, 2)
     for number in range(1, 6):
@@ -160,7 +160,8 @@ def ratio(hazard, begin, end):
 
 
 def test_hazards_are_learned():
-    """A class that returns in the second bin and one that never does end far apart."""
+    """A class that returns in the second bin and a class that never returns get different
+    hazards."""
     model = HazardModel(3, 1)
     for number in (1, 2):
         model.add_class((number,), None)
@@ -173,7 +174,7 @@ def test_hazards_are_learned():
 
 
 def test_every_trait_is_a_feature_of_its_own():
-    """Different traits, different features; a trunk has its kind only."""
+    """Different traits have different features; a trunk has only its kind."""
     seen = {
         features_of(traits(turn, relation, growth, times, output))
         for turn in (1, 2, 3, 5, 7, 20)
@@ -188,7 +189,8 @@ def test_every_trait_is_a_feature_of_its_own():
 
 
 def test_stale_entries_do_not_pile_up():
-    """A node used over and over without an eviction costs no more memory than once."""
+    """A node that is used again and again without eviction costs no more memory than one
+    use."""
     order = SessionPolicy(Retention(BLOCK), Tier.DEVICE)
     node = Node(Node(None, b"", 0, 1), b"a", 0, 2)
     for now in range(5_000):
@@ -201,8 +203,9 @@ def test_stale_entries_do_not_pile_up():
 
 @pytest.mark.slow
 def test_the_guard_follows_the_lru_while_that_finds_more():
-    """Sessions that return at once, marked as such that never do: an LRU finds them, so the
-    order becomes an LRU's; once the marks are right again, it is its own again."""
+    """Sessions that return at once are marked as never returning. An LRU finds them, so the
+    order becomes that of an LRU; when the marks are right again, the policy's own order
+    returns."""
     retention = Retention(BLOCK)
     orders = SessionPolicy(retention, Tier.DEVICE), SessionPolicy(retention, Tier.HOST)
     orders[0].resident_blocks = 40
@@ -211,7 +214,7 @@ def test_the_guard_follows_the_lru_while_that_finds_more():
     retention.hazards.densities[loved * ROW : (loved + 1) * ROW] = 1.0
     cautious = []
     for number in range(10_000):
-        # Each session comes twice in a row; its first run is kept only by an LRU at first.
+        # Each session comes twice in a row; at first only an LRU keeps its first run.
         wrong = number < 1_000
         old = RetentionMark(0.0, loved if wrong else hated)
         new = RetentionMark(0.0, hated if wrong else loved)

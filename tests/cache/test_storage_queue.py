@@ -1,4 +1,4 @@
-"""The order of writes to storage: what is most likely to return first, and paths from their root."""
+"""The order of writes to storage: blocks most likely to return first, paths from their root."""
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def keys(cache, *blocks):
 
 
 def test_a_session_that_returns_is_written_first_and_one_that_is_over_last():
-    """What clients say of their sessions decides before anything else."""
+    """Hints of clients count before anything else."""
     cache = make_stored()
     end_request(cache, make_path(1), session="over", hint=Hint(closed=True))
     end_request(cache, make_path(2))
@@ -63,7 +63,8 @@ def test_a_session_that_returns_is_written_first_and_one_that_is_over_last():
 
 
 def test_shared_prefixes_and_blocks_used_before_come_before_new_ones():
-    """A prefix with two continuations, then what was found again, then the rest by age."""
+    """First a prefix with two continuations, then blocks that were found again, then the others
+    by age."""
     cache = make_stored()
     serve(cache, make_path(1))
     serve(cache, make_path(2))
@@ -80,7 +81,7 @@ def test_shared_prefixes_and_blocks_used_before_come_before_new_ones():
 
 
 def test_a_block_is_written_after_the_blocks_before_it():
-    """Storage finds a leading run only, so a popular end does not overtake its beginning."""
+    """Storage finds only leading runs, so a popular end is not written before its beginning."""
     cache = make_stored()
     serve(cache, make_path(5))
     serve(cache, make_path(1, 2, 3))
@@ -112,7 +113,7 @@ def test_a_parent_that_only_the_device_has_is_written_to_the_host_for_its_child(
 
 
 def test_a_full_queue_keeps_the_better_half():
-    """Bounded, and what is dropped is counted."""
+    """The queue is bounded, and dropped blocks are counted."""
     queue = StorageQueue(lambda node: None, max_nodes=8)
     root = Node(None, b"", 0, 0)
     nodes = []
@@ -142,7 +143,7 @@ def test_a_write_that_failed_is_not_repeated_before_its_blocks_are_used():
 
 
 def test_blocks_that_leave_memory_before_their_write_are_counted():
-    """While storage accepts nothing, each evicted host block is one that storage never gets."""
+    """While storage accepts nothing, each evicted host block counts as never stored."""
     cache = make_stored(4, 4)
     for number in range(10):
         serve(cache, make_path(number))

@@ -23,7 +23,7 @@ from tests.cache.make import (
 
 
 def test_reset_forgets_and_bumps_the_generation():
-    """Everything that nobody holds is free at once."""
+    """All blocks without a lease are free at once."""
     cache = make_cache(host_blocks=4, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2))
     write_down(cache)
@@ -57,7 +57,7 @@ def test_reset_under_load():
 
 
 def test_late_results_of_an_older_generation_only_release():
-    """Lesson 17: a transfer that lands after a reset attaches nothing."""
+    """Lesson 17: a transfer that ends after a reset attaches nothing."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     cache.reset()
@@ -88,7 +88,7 @@ def test_impossible_settings_are_refused(settings):
 
 
 def test_empty_namespaces_are_forgotten():
-    """Salts that come once do not pile up."""
+    """Salts that are used once do not accumulate."""
     cache = make_cache(4)
     for tenant in range(9_000):
         cache.release(

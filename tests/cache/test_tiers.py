@@ -1,4 +1,4 @@
-"""All tiers at once, over simulated memory: no order of events can serve a wrong block."""
+"""All tiers at once, over simulated memory: no order of events serves a wrong block."""
 
 import random
 
@@ -32,13 +32,13 @@ def make_rig(eviction, policy, device, host, storage, stored_nodes):
         max_stored_nodes=stored_nodes,
         record_events=True,
     )
-    # Prompts are short here, so the session policy is to tell apart every block of them.
+    # Prompts are short here, so the session policy must distinguish each of their blocks.
     orders = session_orders(Shape(device, host, 2), piece_tokens=2)
     return CacheHarness(config, orders if eviction == "session" else None)
 
 
 def make_path(blocks, tail, namespace, media):
-    """Few different blocks, so that prompts share prefixes, diverge inside runs, come back."""
+    """Few different blocks, so that prompts share prefixes, diverge inside runs and return."""
     tokens = [token for block in blocks for token in (0, block)]
     return TokenPath(tokens + tail, namespace, media)
 
@@ -57,7 +57,8 @@ hints = st.sampled_from([None, Hint(closed=True), Hint(), Hint(returns_in_s=5.0)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Operations, faults and late completions in any order, shrunk to the least that fails."""
+    """Operations, faults and late completions in any order, shrunk to the smallest failing
+    case."""
 
     harness: CacheHarness
 
@@ -178,7 +179,7 @@ TestTierMachine = TierMachine.TestCase
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(12 * SCALE))
 def test_a_long_random_walk_goes_nowhere_wrong(seed, eviction):
-    """Hundreds of operations, all equally likely: reaches states that a search seldom does."""
+    """Hundreds of equally likely operations reach states that a search rarely does."""
     rng = random.Random(seed)
     storage = rng.random() < 0.7
     harness = make_rig(
@@ -197,7 +198,7 @@ def random_path(rng):
 
 
 def with_one(of, act):
-    """Do `act` to one of the harness's things, if it has any."""
+    """Apply `act` to one element of a list of the harness, if it has any."""
 
     def step(harness, rng):
         things = list(getattr(harness, of))

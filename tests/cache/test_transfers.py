@@ -1,4 +1,5 @@
-"""Transfers between tiers: what is written when, what lands where, what stays pinned until then."""
+"""Transfers between tiers: what is written when, where it arrives, what stays pinned until
+then."""
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_the_second_write_moves_nothing():
 
 
 def test_saving_writes_whatever_the_policy():
-    """Lesson 29: a preempted sequence's blocks are kept, and pinned until they are."""
+    """Lesson 29: the blocks of a preempted sequence are written, and pinned until then."""
     cache = make_cache(2, host_blocks=4, write_policy=WritePolicy.NONE)
     path = make_path(1, 2)
     lease, held = begin(cache, path)
@@ -106,7 +107,7 @@ def test_a_promotion_is_findable_when_it_has_landed():
 
 
 def test_source_and_target_are_pinned_until_the_end():
-    """Lesson 21: neither the host copy nor the new slots can be taken by anybody else."""
+    """Lesson 21: neither the host copy nor the new slots can be reused."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
@@ -157,7 +158,8 @@ def test_one_load_serves_everyone():
 
 
 def test_computing_overtakes_a_load():
-    """A sequence that computed the blocks meanwhile wins; the load's slots go back."""
+    """If a sequence computes the blocks meanwhile, its blocks are used and the load's slots are
+    returned."""
     cache = make_demoted()
     path = make_path(1, 2)
     plan = cache.plan_load(cache.match(path), limit_blocks=9, now=0.0)
@@ -171,7 +173,8 @@ def test_computing_overtakes_a_load():
 
 
 def test_a_promotion_without_room_changes_nothing():
-    """Lessons 23, 38: no room is a miss, not a wait, and leaves nothing behind."""
+    """Lessons 23, 38: without room the load is a miss, not a wait, and leaves nothing
+    behind."""
     cache = make_demoted()
     cache.take(3, now=0.0)
     before = cache.stats()
@@ -182,7 +185,7 @@ def test_a_promotion_without_room_changes_nothing():
 
 
 def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
-    """Lesson 50: a late write can never land in a slot that somebody else has."""
+    """Lesson 50: a late write never reaches a slot that is in use again."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     late = JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT)
@@ -201,8 +204,8 @@ def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
 
 
 def test_a_timed_out_write_to_storage_keeps_its_source():
-    """Lesson 50: until its executor is quiet the bytes stay as they are, or another block would be
-    stored under this key; a quarantine of targets would not help."""
+    """Lesson 50: until its executor is quiet, the source bytes stay unchanged; otherwise
+    another block would be stored under this key."""
     cache = make_demoted(storage=True)
     (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
     assert plan.target is Tier.STORAGE
@@ -234,7 +237,7 @@ def test_storage_is_read_through_the_host():
 
 
 def test_a_damaged_block_is_not_asked_for_again():
-    """Lesson 44: what is before it is used, and the miss says why it ended there."""
+    """Lesson 44: the blocks before it are used, and the miss has a reason."""
     cache = make_cache(4, host_blocks=4, storage=True)
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 3, now=0.0)
@@ -249,7 +252,7 @@ def test_a_damaged_block_is_not_asked_for_again():
 
 
 def test_storage_knowledge_is_bounded():
-    """What only storage has is forgotten oldest first; it can be looked up again."""
+    """Nodes that only storage has are forgotten oldest first; they can be looked up again."""
     cache = make_cache(4, host_blocks=4, storage=True, max_stored_nodes=3)
     for leaf in range(10):
         cache.learn_stored(make_path(leaf, leaf), 2, now=0.0)
@@ -261,7 +264,7 @@ def test_storage_knowledge_is_bounded():
 
 
 def test_no_orphans_below_a_block_that_is_gone():
-    """A host block whose parent left every tier goes in the same batch."""
+    """A host block whose parent left every tier is evicted in the same batch."""
     cache = make_cache(4, host_blocks=8, write_policy=WritePolicy.NONE)
     serve(cache, make_path(1, 2, 9))
     child = make_path(1, 2, 3)

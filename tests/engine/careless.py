@@ -21,7 +21,7 @@ NUM_BLOCKS, BLOCK_TOKENS = 64, 16
 
 
 class CarelessCore(EngineCore):
-    """Gives back what is not its own any more."""
+    """Frees slots that are not its own any more."""
 
     def step(self) -> list[SequenceOutput]:
         slots = self._cache.take(1, now=0.0)

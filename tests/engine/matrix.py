@@ -1,4 +1,4 @@
-"""Engines on each storage backend, on media of their own, for tests that make them fail."""
+"""Engines on each storage backend, with separate media, for fault tests."""
 
 import json
 import signal
@@ -30,14 +30,14 @@ PROMPT = [at * 3 % 50 for at in range(33)]
 OTHER = [at * 7 % 50 for at in range(29)]
 STUCK_S = 20.0
 SHORT_S = 0.3
-"""What a call may take where the fault is that it does not return."""
+"""Timeout of a call whose fault is that it does not return."""
 BACKENDS = ("memory", "file", "redis", pytest.param("mooncake", marks=pytest.mark.slow))
 LINKS = {"contains": "lookup", "read": "storage_to_host", "write": "host_to_storage"}
 
 
 @dataclass
 class Bench:
-    """One backend on a medium of its own, and the engines that were put on it."""
+    """One backend on its own medium, and its engines."""
 
     name: str
     settings: dict[str, Any]
@@ -68,7 +68,7 @@ class Bench:
         host_blocks: int = 256,
         breaker: BreakerConfig | None = None,
     ) -> EchoTiers:
-        """An engine that writes all it computes and always loads what it finds."""
+        """An engine that writes everything it computes and always loads what it finds."""
         guarded = GuardedStorage(storage, breaker or BreakerConfig(), SystemClock())
         engine = EchoTiers(
             num_blocks=64,
@@ -101,14 +101,14 @@ def open_bench(name: str, folder: Path) -> Iterator[Bench]:
 
 
 def serve(engine: EchoTiers, salt: str, name: str, prompt: list[int]) -> None:
-    """Ask, and hold the answer against an uncached run."""
+    """Serve, and compare the output with an uncached run."""
     request = make_echo_request(name, prompt, max_tokens=4, cache_salt=salt)
     engine.run(request, within_s=STUCK_S)
     assert engine.outputs[name] == uncached_tokens(request)
 
 
 def stored(bench: Bench, backend: StorageBackend, salt: str) -> None:
-    """Have another engine write the blocks of PROMPT."""
+    """Let another engine write the blocks of PROMPT."""
     writer = bench.engine(backend, timeout_s=STUCK_S)
     serve(writer, salt, "writer", PROMPT)
     writer.core.drain(STUCK_S)
@@ -121,7 +121,7 @@ def finish(engine: EchoTiers) -> None:
 
 
 class KilledAt(FaultyStorage):
-    """Calls `kill` when the first call of one name comes."""
+    """Calls `kill` at the first call of a given name."""
 
     def __init__(self, backend: StorageBackend, call: str, kill: Callable[[], None]) -> None:
         super().__init__(backend, {})
@@ -142,7 +142,7 @@ def storage_of(engine: EchoTiers) -> StorageStats:
 
 
 def kill_victim(bench: Bench, num_lines: int) -> None:
-    """Start an engine on the medium and end it with SIGKILL while it writes."""
+    """Start an engine on the medium and kill it with SIGKILL while it writes."""
     command = [sys.executable, "-m", "tests.engine.victim"]
     with subprocess.Popen(
         [*command, bench.name, json.dumps(bench.settings)], stdout=subprocess.PIPE

@@ -1,7 +1,7 @@
 """Storage calls that never return, for every kind of call and every backend (lesson 75).
 
-Whatever storage does, every request ends with the tokens of an uncached run, the breaker opens,
-and every slot comes back when the lost calls end. Device slots are never held by them.
+In every case each request ends with the tokens of an uncached run, the breaker opens, and every
+slot is returned when the lost calls end. Lost calls never hold device slots.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""The loop: steps in flight, time spent deciding, the snapshot, the end."""
+"""The loop: steps in flight, scheduling time, the snapshot, the end."""
 
 import pytest
 
@@ -20,7 +20,7 @@ class SlowRunner(EchoRunner):
 
 
 class TickingClock(VirtualClock):
-    """Every look at it takes a millisecond, so that deciding takes time too."""
+    """Every call takes a millisecond, so that scheduling takes time too."""
 
     def now(self) -> float:
         self.advance(0.001)
@@ -44,7 +44,7 @@ def test_as_many_steps_are_in_flight_as_the_runner_allows(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_with_nothing_to_submit_collects_what_is_in_flight(depth: int) -> None:
-    """The last tokens come out although no batch follows them."""
+    """The last tokens are delivered although no batch follows them."""
     harness = Harness(depth=depth)
     harness.add(make_request("a", make_prompt(5), max_tokens=1))
 
@@ -55,7 +55,7 @@ def test_a_step_with_nothing_to_submit_collects_what_is_in_flight(depth: int) ->
 
 
 def test_without_work_a_step_does_nothing() -> None:
-    """Nothing is submitted or collected; whoever turns the loop should rather wait."""
+    """Nothing is submitted or collected; the caller should wait instead."""
     harness = Harness()
 
     assert not harness.core.has_work
@@ -64,7 +64,7 @@ def test_without_work_a_step_does_nothing() -> None:
 
 
 def test_an_abort_is_told_in_the_next_step() -> None:
-    """Also when nothing runs: has_work stays true until it is told."""
+    """Also when nothing runs: has_work stays true until the abort is reported."""
     harness = Harness()
     request = make_request("a", make_prompt(5))
     harness.add(request)
@@ -78,7 +78,7 @@ def test_an_abort_is_told_in_the_next_step() -> None:
 
 
 def test_time_spent_deciding_is_measured_apart() -> None:
-    """Scheduling and taking in count; waiting for the runner does not."""
+    """Scheduling and applying results count; waiting for the runner does not."""
     harness = Harness()
     clock = TickingClock()
     runner = SlowRunner(num_blocks=harness.num_blocks, block_tokens=harness.block_tokens)
@@ -95,7 +95,7 @@ def test_time_spent_deciding_is_measured_apart() -> None:
 
 
 def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
-    """Running, waiting, tiers, the ledger: what the dashboard and the metrics read."""
+    """Running, waiting, tiers, the ledger: what the dashboard and the metrics show."""
     harness = Harness(num_blocks=20, settings={"max_num_seqs": 1, "max_batched_tokens": 64})
     harness.run(make_request("warm", make_prompt(12), max_tokens=1))
     harness.add(make_request("a", make_prompt(13)), make_request("b", make_prompt(4)))
@@ -125,7 +125,7 @@ def test_closing_closes_the_runner() -> None:
 
 
 def test_a_failing_runner_is_not_hidden() -> None:
-    """What it raises reaches whoever turns the loop, which ends the engine."""
+    """Its error reaches the caller of the loop, which ends the engine."""
 
     class Broken(EchoRunner):
         def submit(self, batch: ScheduledBatch) -> None:

@@ -1,4 +1,4 @@
-"""Text as tokens arrive: whole characters only, and stop strings wherever tokens end."""
+"""Text from arriving tokens: complete characters only, and stop strings at any position."""
 
 import functools
 import tempfile
@@ -28,7 +28,7 @@ WORDS = ["▁", "▁the", "▁a", "cat", "s", "é", "▁€", "日", "▁▁▁"
 
 @functools.cache
 def fallback_tokenizer(strips: bool) -> Tokenizer:
-    """Words, and a token for each byte: Llama 2, Mistral, Phi-3 (which strip) and Gemma."""
+    """Words, and one token per byte: Llama 2, Mistral, Phi-3 (which strip) and Gemma."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     fast = FastTokenizer(
@@ -53,7 +53,7 @@ def make_output(tokens, finish_reason=None, stop_token=None):
 
 @given(text=st.text(max_size=80))
 def test_pieces_are_whole_characters_and_join_to_the_text(text):
-    """Byte by byte, no piece ever holds half a character, and nothing is lost or doubled."""
+    """No piece ever contains half a character, and nothing is lost or repeated."""
     tokens = byte_tokenizer().encode(text, add_special_tokens=False).tolist()
     detokenizer = Detokenizer(byte_tokenizer())
 
@@ -79,7 +79,7 @@ def test_any_bytes_join_to_what_decoding_at_once_gives(raw, prompt, data):
 
     whole = bytes(before + list(raw)).decode(errors="replace")
     assert whole.endswith(joined)
-    # What is missing at the front is the prompt's own text, its unfinished end aside.
+    # Text missing at the front is the prompt's own text, without its unfinished end.
     assert bytes(before).decode(errors="replace").startswith(whole[: len(whole) - len(joined)])
 
 
@@ -89,8 +89,8 @@ def test_any_bytes_join_to_what_decoding_at_once_gives(raw, prompt, data):
     data=st.data(),
 )
 def test_bytes_that_stand_in_for_characters_join_to_the_text(strips, parts, data):
-    """Decoders give up on a whole run of byte tokens for one unfinished character; we do not:
-    characters side by side come out whole, and broken bytes cost nothing but themselves."""
+    """Decoders drop a whole run of byte tokens because of one unfinished character. Here
+    complete characters are shown, and only the broken bytes are replaced."""
     tokens: list[int] = []
     raw = b""
     for part in parts:
@@ -99,7 +99,7 @@ def test_bytes_that_stand_in_for_characters_join_to_the_text(strips, parts, data
         new = new if isinstance(new, bytes) else new.encode()
         tokens += [257 + WORDS.index(part)] if is_word else [1 + byte for byte in new]
         raw += new
-    letter = 1 + ord("a")  # before it all, so that no leading space is stripped
+    letter = 1 + ord("a")  # at the beginning, so that no leading space is stripped
     detokenizer = Detokenizer(fallback_tokenizer(strips), prompt=[letter])
     pieces = []
     while tokens:
@@ -114,7 +114,7 @@ def test_bytes_that_stand_in_for_characters_join_to_the_text(strips, parts, data
 
 @pytest.mark.parametrize("text", ["😀😀", "𠜎𠜱𠝹 the", "😀é😀", "a😀" * 30])
 def test_characters_of_bytes_never_show_in_halves(text):
-    """One after the other, longer than the window, and continuing a prompt of the same kind."""
+    """Many characters in a row, longer than the window, and after a prompt of the same kind."""
     tokens = [1 + byte for byte in text.encode()]
     detokenizer = Detokenizer(fallback_tokenizer(True), prompt=tokens)
 
@@ -132,7 +132,7 @@ def test_a_split_character_is_held_back():
 
 
 def test_a_character_that_never_ends_is_shown_at_the_end():
-    """Text that ends within a character ends with a replacement sign, not with silence."""
+    """Text that ends inside a character ends with a replacement sign."""
     detokenizer = Detokenizer(byte_tokenizer())
 
     assert detokenizer.push([0xE2, 0x82]) == ""
@@ -156,7 +156,7 @@ def test_a_token_costs_the_same_however_long_the_text_is():
     data=st.data(),
 )
 def test_stop_strings_are_found_wherever_pieces_end(text, stops, include, data):
-    """The shown text is the same as checking after each character would give."""
+    """The shown text is the same as with a check after each character."""
     found = StopFilter(stops, include_stop=include)
     shown, stop, rest = "", None, text
     while rest and stop is None:

@@ -1,7 +1,7 @@
 """The fault matrix: every fault of storage on every backend, under the whole engine.
 
-In each cell the tokens are those of an uncached run, no request is stuck, every slot comes
-back, and the fault is counted by its reason.
+In each cell the tokens are those of an uncached run, every request ends, every slot is
+returned, and the fault is counted by its reason.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def backend(bench: Bench) -> Iterator[StorageBackend]:
 
 
 def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBackend) -> None:
-    """The control cell: what one engine wrote, the next one loads."""
+    """The control cell: the next engine loads what one engine wrote."""
     stored(bench, backend, "control")
     engine = bench.engine(backend, timeout_s=STUCK_S)
 
@@ -76,8 +76,8 @@ def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBacken
 def test_a_call_that_fails(
     bench: Bench, backend: StorageBackend, fault: Fault, call: str
 ) -> None:
-    """Lessons 24, 38, 45, 50: an error, a timeout or a hang of any call costs a hit at most; a
-    hung one that returns after its deadline writes to slots that are nobody's meanwhile."""
+    """Lessons 24, 38, 45, 50: an error, a timeout or a hang of any call costs at most a hit; a
+    hung call that returns after its deadline writes only to quarantined slots."""
     salt = f"{fault.name} {call}"
     stored(bench, backend, salt)
     double = FaultyStorage(backend, {call: [fault]})
@@ -101,8 +101,8 @@ def test_a_call_that_fails(
 def test_a_hung_read_writes_late_where_nobody_reads(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Lesson 50: others have filled what they could have when the read returns at last. Its bytes
-    arrive in the slots that were kept from all, and in no others."""
+    """Lesson 50: other requests have filled all free slots when the read returns. Its bytes
+    arrive only in its quarantined slots."""
     stored(bench, backend, "late")
     double = FaultyStorage(backend, {"read": [Fault.HANG]})
     engine = bench.engine(double, host_blocks=16)
@@ -127,8 +127,8 @@ def test_a_hung_read_writes_late_where_nobody_reads(
 def test_a_hung_write_stores_late_what_it_was_given(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Lesson 50: others want the slots that it reads from; it goes on reading the same bytes, and
-    whoever finds them has the right tokens."""
+    """Lesson 50: other requests need the slots that it reads; it still reads the same bytes,
+    and a later hit gives the right tokens."""
     double = FaultyStorage(backend, {"write": [Fault.HANG]})
     engine = bench.engine(double, host_blocks=8)
     serve(engine, "late write", "first", PROMPT)
@@ -173,7 +173,7 @@ def test_bytes_that_are_not_the_block(
 
 
 def test_a_full_medium(bench: Bench, backend: StorageBackend) -> None:
-    """Lesson 24: what does not fit is not written, and not tried again in a circle."""
+    """Lesson 24: blocks that do not fit are not written, and not retried endlessly."""
     double = FaultyStorage(backend, {"write": [Fault.REFUSED] * 50})
     engine = bench.engine(double)
 
@@ -187,7 +187,7 @@ def test_a_full_medium(bench: Bench, backend: StorageBackend) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Lesson 24: the same with a disk that has no byte to give."""
+    """Lesson 24: the same with a full disk."""
     settings = {"path": str(tmp_path), "slab_bytes": 8 << 20, "reserve_bytes": 1 << 60}
     bench = Bench("file", settings, lambda: None)
     backend = bench.open()
@@ -223,12 +223,12 @@ def test_a_full_server(tmp_path: Path) -> None:
     [
         ("redis", "contains"),
         ("redis", "read"),
-        # Once: its client takes its time to leave a master that is gone.
+        # Only once, because its client takes long to leave a master that is gone.
         pytest.param("mooncake", "read", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
-    """Lessons 38, 45: before it is asked or between the answer and the read: only the hit is
+    """Lessons 38, 45: killed before the lookup, or between lookup and read: only the hit is
     lost, in bounded time."""
     for bench in open_bench(name, tmp_path):
         backend = bench.open()
@@ -244,8 +244,8 @@ def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_stands_still(tmp_path: Path) -> None:
-    """Lessons 38, 45: connections stay open and nothing answers: calls end with their deadline,
-    the request with its own tokens; when it goes on, it is used again."""
+    """Lessons 38, 45: connections stay open but nothing answers. Calls end at their deadline
+    and requests with the right tokens; when the server continues, it is used again."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend = bench.open()
@@ -270,8 +270,8 @@ def test_a_server_that_stands_still(tmp_path: Path) -> None:
 
 
 def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
-    """Lesson 45: while it is gone it is not asked, after three failures; when it is back, one
-    call finds out, that is counted, and the next engine hits what was written since."""
+    """Lesson 45: after three failures a lost server is not called; when it is back, one trial
+    call closes the breaker, and the next engine hits what was written since."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend, waits = bench.open(), BreakerConfig(recovery_s=0.05, max_recovery_s=0.1)
@@ -304,7 +304,8 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS[1:])
 def test_an_engine_that_is_killed_while_it_writes(name: str, tmp_path: Path) -> None:
-    """Lesson 44: after kill -9 the survivors find whole blocks or none, and right tokens."""
+    """Lesson 44: after kill -9 other engines find complete blocks or none, and give the right
+    tokens."""
     for bench in open_bench(name, tmp_path):
         for num_lines in (1, 3):
             kill_victim(bench, num_lines)

@@ -1,4 +1,4 @@
-"""The process split: a live engine process behind AsyncEngine, its deaths and its ends."""
+"""The process split: a live engine process behind AsyncEngine, how it dies and how it ends."""
 
 import asyncio
 import os
@@ -65,7 +65,7 @@ def process_exists(pid):
 
 
 async def until(condition):
-    """Turn the event loop until something is true; pytest's own limit ends a wait for ever."""
+    """Run the event loop until a condition is true; pytest's own timeout limits the wait."""
     while not await condition():  # noqa: ASYNC110 -- what changes is another process's state
         await asyncio.sleep(0)
 
@@ -96,7 +96,8 @@ def test_requests_run_side_by_side_and_the_engine_ends_cleanly():
 
 
 def test_closing_the_iterator_aborts():
-    """Lesson 58: a client that leaves frees its slots; the loop goes on for the others."""
+    """Lesson 58: a client that disconnects frees its slots; the loop continues for the
+    others."""
 
     async def scenario():
         async with running_engine() as engine:
@@ -136,7 +137,7 @@ async def collect(engine, request):
 
 
 def test_pause_stops_admission_and_nothing_else():
-    """Lesson 58: a paused engine answers, aborts and resets; it only admits nobody."""
+    """Lesson 58: a paused engine answers, aborts and resets; it only admits no request."""
 
     async def scenario():
         async with running_engine() as engine:
@@ -156,7 +157,7 @@ def test_pause_stops_admission_and_nothing_else():
 
 
 def test_a_refusal_reaches_its_client_with_its_type():
-    """What the engine will not run is the client's error, and ends only that request."""
+    """A request that the engine refuses is the client's error, and only that request ends."""
 
     async def scenario():
         async with running_engine() as engine:
@@ -184,7 +185,8 @@ def test_two_live_requests_cannot_share_an_id():
 
 
 def test_a_killed_engine_is_told_to_everyone_at_once():
-    """Every waiting client and call gets EngineDead, `dead` says why, later ones fail at once."""
+    """Every waiting client and call gets EngineDead with the reason; later ones fail at
+    once."""
 
     async def scenario():
         async with running_engine() as engine:
@@ -207,7 +209,7 @@ def test_a_killed_engine_is_told_to_everyone_at_once():
 
 
 def test_a_double_free_is_counted_and_ends_the_engine():
-    """Lesson 7: in production too: clients are told, and `/metrics` has a count of it."""
+    """Lesson 7: in production, too, clients get an error and `/metrics` counts it."""
 
     async def scenario():
         engine = await OwnedEngine(command=["tests.engine.careless"]).start()
@@ -275,7 +277,7 @@ def test_processes_are_started_from_the_main_thread_only():
 
 
 def test_an_engine_does_not_outlive_its_server():
-    """A server that is killed takes its engine and its socket's folder with it."""
+    """When a server is killed, its engine and its socket folder go with it."""
     script = (
         "import asyncio\n"
         "from tests.engine.processes import OwnedEngine\n"
@@ -328,8 +330,8 @@ def test_folders_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path):
 
 
 def test_a_device_that_hangs_is_declared_dead_and_clients_are_told():
-    """The loop's thread is stuck in the runner; the watchdog speaks for it and ends the process.
-    Requests and control calls that wait get the reason, and so do later ones."""
+    """The loop's thread is stuck in the runner; the watchdog reports it and ends the process.
+    Waiting requests and control calls get the reason, and so do later ones."""
 
     async def scenario():
         engine = await OwnedEngine(b'{"hang_after_s": 0.5}').start()
@@ -353,8 +355,8 @@ def test_a_device_that_hangs_is_declared_dead_and_clients_are_told():
 
 
 def test_each_worker_gets_its_own_outputs_and_the_limit_is_for_all_of_them():
-    """Two clients of one engine: same ids do not mix, and together they may not run more than
-    the engine takes."""
+    """Two clients of one engine: equal ids do not mix, and the limit applies to both
+    together."""
 
     async def scenario():
         async with running_engine(max_queued=0) as engine:
@@ -382,7 +384,8 @@ def test_each_worker_gets_its_own_outputs_and_the_limit_is_for_all_of_them():
 
 
 def test_the_requests_of_a_worker_that_is_gone_are_aborted():
-    """The supervisor tells the engine; others are not disturbed, and the room is free again."""
+    """The supervisor tells the engine; other requests are not disturbed, and the slots are free
+    again."""
 
     async def scenario():
         async with running_engine(max_queued=0) as engine:
@@ -404,7 +407,8 @@ def test_the_requests_of_a_worker_that_is_gone_are_aborted():
 
 
 def test_a_client_goes_on_with_the_next_engine():
-    """The first engine is killed; calls say that another is being started, then it serves."""
+    """The first engine is killed; calls report that another one is being started, then it
+    serves."""
 
     async def scenario():
         async with running_engine() as first, running_engine() as second:

@@ -10,8 +10,8 @@ TURN_S = 20e-6
 
 
 def turn(harness: Harness, seconds: float) -> int:
-    """Turn the loop as an engine process does for `seconds`, with turns of 20 us; how many of
-    the turns made no progress."""
+    """Run the loop like an engine process for `seconds`, with turns of 20 us; return how many
+    turns made no progress."""
     before = harness.core.stats().num_idle_turns
     end_s = harness.clock.now() + seconds
     while (now := harness.clock.now()) < end_s:
@@ -25,7 +25,7 @@ def turn(harness: Harness, seconds: float) -> int:
 
 
 def make_harness(**settings: Any) -> Harness:
-    """Storage is asked and does not answer."""
+    """A lookup is sent to storage, which does not answer."""
     return Harness(
         num_blocks=400, host_blocks=64, stored=make_storage(), held=True, settings=settings
     )
@@ -38,7 +38,8 @@ def add(harness: Harness, count: int) -> None:
 
 
 def test_a_paused_engine_with_an_unanswered_lookup_sleeps() -> None:
-    """It turned 49,901 times a second: a wait had timed out, and nothing may start."""
+    """Without the fix it ran 49,901 turns per second: a wait had timed out, and nothing could
+    start."""
     harness = make_harness()
     harness.core.pause()
     add(harness, 1)
@@ -48,7 +49,8 @@ def test_a_paused_engine_with_an_unanswered_lookup_sleeps() -> None:
 
 @pytest.mark.parametrize("num_waiting", [8, 16, 17, 40, 100])
 def test_a_queue_longer_than_one_look_reaches_sleeps(num_waiting: int) -> None:
-    """The waits of sequences that are not looked at wake nothing (4,901 turns in 0.1 s)."""
+    """Waits of sequences that are not examined wake nothing (without the fix: 4,901 turns in
+    0.1 s)."""
     harness = make_harness(max_num_seqs=4, max_batched_tokens=2048)
     add(harness, num_waiting)
 
@@ -56,7 +58,7 @@ def test_a_queue_longer_than_one_look_reaches_sleeps(num_waiting: int) -> None:
 
 
 def test_requests_that_come_while_others_wait_do_not_keep_the_loop_turning() -> None:
-    """Each newcomer costs a deadline, not a turning loop."""
+    """Each new request costs one deadline, not a busy loop."""
     harness = make_harness(max_num_seqs=4, max_batched_tokens=2048)
     idle = 0
     for number in range(30):
@@ -67,7 +69,7 @@ def test_requests_that_come_while_others_wait_do_not_keep_the_loop_turning() -> 
 
 
 def test_a_draining_engine_with_a_transfer_in_flight_sleeps() -> None:
-    """A reload waits for transfers without turning."""
+    """A reload waits for transfers without busy turns."""
     harness = Harness(num_blocks=16, host_blocks=64, held=True)
     harness.core.allow_reload(lambda folder: None)  # type: ignore[arg-type,return-value]
     harness.run(make_request("a", make_prompt(33), max_tokens=1))

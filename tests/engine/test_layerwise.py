@@ -1,8 +1,8 @@
-"""A first chunk that starts with its load: it counts when that has landed, and never was
-when that has failed.
+"""A first chunk that starts with its load: it counts when the load has ended, and is discarded
+when the load failed.
 
-The runner reads the very bytes that are copied. A row over a load that fails sees garbage,
-so a token or a block of it that got out would be a wrong one.
+The runner reads the copied bytes. A row over a failed load sees garbage, so a token or block of
+it that is emitted would be wrong.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def make_harness(depth: int, **options: Any) -> Harness:
 
 
 def begin(harness: Harness, max_tokens: int = 4) -> LoadJob:
-    """Let a request for PROMPT in; the load it rides on."""
+    """Admit a request for PROMPT; return the load with which it overlaps."""
     before = len(harness.copier.started)
     harness.add(make_request("rides", PROMPT, max_tokens=max_tokens))
     harness.step()
@@ -45,7 +45,7 @@ def right(prompt: list[int] = PROMPT, max_tokens: int = 4) -> list[int]:
 
 
 def finish_all(harness: Harness) -> None:
-    """Let every copy end, whatever is started on the way."""
+    """Let every copy end, including those that are started meanwhile."""
     while harness.copier.pending or harness.core.has_work:
         for job in list(harness.copier.pending):
             harness.copier.finish(job)
@@ -54,8 +54,8 @@ def finish_all(harness: Harness) -> None:
 
 @DEPTHS
 def test_the_chunk_starts_with_the_promotion(depth: int) -> None:
-    """Lesson 45: the step that starts the copy has the first chunk too, for what the host has
-    not; and it says what it reads."""
+    """Lesson 45: the step that starts the copy also has the first chunk, for the blocks that
+    the host does not have, and names the load that it reads."""
     harness = make_harness(depth)
 
     plan = begin(harness)
@@ -68,7 +68,8 @@ def test_the_chunk_starts_with_the_promotion(depth: int) -> None:
 
 @DEPTHS
 def test_nothing_is_told_or_committed_before_it_lands(depth: int) -> None:
-    """Computed, chosen, and kept: not a token, not a block, not a hit; then all of it at once."""
+    """The result is computed but held back: no token, no block, no hit; when the load ends, all
+    of it counts at once."""
     harness = make_harness(depth)
     plan = begin(harness)
     for _ in range(5):
@@ -96,7 +97,7 @@ def test_nothing_is_told_or_committed_before_it_lands(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_blocks", [0, 3])
 def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
-    """Lessons 20, 22: failed or cut short, what was computed over it is discarded, and computed
+    """Lessons 20, 22: if the load failed or is partial, the chunk is discarded and computed
     again from the first missing block."""
     harness = make_harness(depth)
     harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
@@ -119,7 +120,8 @@ def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
 
 @DEPTHS
 def test_an_executor_that_is_late_writes_where_nobody_reads(depth: int) -> None:
-    """Lesson 50: after the deadline it is computed elsewhere; the targets wait until it is quiet."""
+    """Lesson 50: after the deadline the chunk is computed in other slots; the targets stay
+    quarantined until the executor is quiet."""
     harness = make_harness(depth, timeouts={"copy_timeout_s": 0.2})
     harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
     plan = begin(harness)
@@ -141,7 +143,8 @@ def test_an_executor_that_is_late_writes_where_nobody_reads(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
-    """Lesson 58: with the chunk in flight or collected; the copy lands, and is there for others."""
+    """Lesson 58: with the chunk in flight or collected; the copy ends, and other requests find
+    its blocks."""
     harness = make_harness(depth)
     plan = begin(harness)
     harness.steps(num_steps)
@@ -161,7 +164,8 @@ def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
 
 @DEPTHS
 def test_a_reset_meanwhile_discards_it(depth: int) -> None:
-    """Lesson 17: what lands after a reset is of an older generation; the chunk is computed again."""
+    """Lesson 17: a load that ends after a reset belongs to an older generation; the chunk is
+    computed again."""
     harness = make_harness(depth)
     plan = begin(harness)
     harness.steps(2)
@@ -177,7 +181,8 @@ def test_a_reset_meanwhile_discards_it(depth: int) -> None:
 
 @DEPTHS
 def test_others_wait_for_the_same_promotion_and_run_meanwhile(depth: int) -> None:
-    """Lesson 26: one copy; who comes later for the same prefix waits for it, others do not."""
+    """Lesson 26: one copy: later requests for the same prefix wait for it, other requests do
+    not."""
     harness = make_harness(depth)
     plan = begin(harness)
     same = make_request("same", PROMPT[:33], max_tokens=2)
@@ -196,7 +201,8 @@ def test_others_wait_for_the_same_promotion_and_run_meanwhile(depth: int) -> Non
 
 @DEPTHS
 def test_a_long_prompt_goes_on_in_chunks_after_the_landing(depth: int) -> None:
-    """The first chunk rides; the next ones wait for the landing, and commit as ever."""
+    """The first chunk overlaps with the load; the next ones wait for its end and commit as
+    usual."""
     harness = make_harness(depth, settings={"max_batched_tokens": 64, "long_prefill_tokens": 4})
     plan = begin(harness)
     harness.steps(4)
@@ -211,7 +217,7 @@ def test_a_long_prompt_goes_on_in_chunks_after_the_landing(depth: int) -> None:
 
 @DEPTHS
 def test_a_loop_whose_requests_only_ride_sleeps(depth: int) -> None:
-    """Lesson 15: nothing to compute before the copy ends is no work."""
+    """Lesson 15: while nothing can be computed before the copy ends, the loop sleeps."""
     harness = make_harness(depth)
     plan = begin(harness)
     while harness.scheduler.num_in_flight:

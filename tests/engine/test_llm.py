@@ -50,7 +50,7 @@ def test_answers_come_in_the_order_of_the_prompts(llm):
 
 
 def test_token_ids_are_prompts_too(llm):
-    """A flat list of ids is one prompt, a list of lists several; arrays will do."""
+    """A flat list of ids is one prompt, a list of lists several; arrays work too."""
     assert len(llm.generate([1, 2, 3])) == 1
     assert len(llm.generate([[1, 2, 3], [4]])) == 2
     assert len(llm.generate(np.array([1, 2, 3]))) == 1
@@ -64,7 +64,8 @@ def test_token_ids_are_prompts_too(llm):
     [[VOCAB_SIZE], [-1], [1 << 40], [1 << 70], [1.5], [None], [[[1]]], [[1, [2]]], ["a", [-1]]],
 )
 def test_what_is_no_token_of_the_model_is_refused(llm, prompt):
-    """Lesson 68: an id beyond the vocabulary is the caller's error, and not the engine's end."""
+    """Lesson 68: an id beyond the vocabulary is an error of the caller and does not end the
+    engine."""
     with pytest.raises(RequestError, match="token id"):
         llm.generate(prompt)
 
@@ -97,7 +98,7 @@ def test_a_stop_string_ends_an_answer(llm):
 
 
 def test_a_stop_string_may_be_alone(llm):
-    """One string is one stop string, not one for each of its letters; an empty one is refused."""
+    """One string is one stop string, not one per letter; an empty one is refused."""
     params = SamplingParams(max_tokens=30)
     whole = llm.generate([7, 8, 9], params)[0]
 
@@ -124,7 +125,7 @@ def test_chat_takes_one_conversation_or_several(llm):
 
 
 def test_a_refused_prompt_ends_the_batch_and_leaves_nothing_running(llm):
-    """The error names the reason; what was added before it is aborted."""
+    """The error names the reason; requests that were added before are aborted."""
     with pytest.raises(PromptTooLong):
         llm.generate([[1, 2], list(range(2)) * 400])
     with pytest.raises(RequestError, match="empty"):
@@ -143,7 +144,8 @@ def test_a_refused_prompt_ends_the_batch_and_leaves_nothing_running(llm):
     ],
 )
 def test_a_lone_surrogate_is_refused_as_over_http(llm, field, ask):
-    """It has no UTF-8 encoding. The error names field and place, and the engine goes on."""
+    """It has no UTF-8 encoding. The error names field and position, and the engine
+    continues."""
     with pytest.raises(RequestError, match=f"{field} has a lone surrogate, U.D800, at char"):
         ask(llm, "so\ud800")
 
@@ -151,7 +153,7 @@ def test_a_lone_surrogate_is_refused_as_over_http(llm, field, ask):
 
 
 def test_a_prompt_may_get_several_answers(llm):
-    """`n` answers a prompt, one after the other; each is what its own seed alone would give."""
+    """`n` answers per prompt, one after the other; each is what its own seed gives alone."""
     params = SamplingParams(max_tokens=6, seed=40)
 
     answers = llm.generate([[1, 2, 3], [4, 5]], params, n=3)
@@ -193,7 +195,7 @@ def test_an_argument_of_another_type_is_named(llm, arguments, field):
 
 
 class InterruptedRunner(EchoRunner):
-    """Somebody presses Ctrl-C while it computes: in one submit or collect, the `after`-th."""
+    """Simulates Ctrl-C during one submit or collect, the `after`-th."""
 
     after = -1
 
@@ -212,7 +214,7 @@ class InterruptedRunner(EchoRunner):
 
 
 def make_interrupted(folder, depth):
-    """An offline engine over such a runner, the runner, and the cache's free slots."""
+    """An offline engine with such a runner, the runner, and the number of free slots."""
     cache = TieredCache(CacheConfig(device_blocks=16, block_tokens=4))
     config = SchedulerConfig(max_model_len=40, max_num_seqs=4, max_batched_tokens=16)
     runner = InterruptedRunner(
@@ -231,7 +233,7 @@ def make_interrupted(folder, depth):
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C as a program finds it, whatever others in this process have made of it."""
+    """The default handler of Ctrl-C, whatever this process has set."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before or signal.default_int_handler)
@@ -240,7 +242,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ctrl_c_inside_any_step_leaves_nothing_behind(tmp_path, depth):
-    """Lesson 58: wherever it strikes, every slot is back and the engine answers as before."""
+    """Lesson 58: at any point, every slot is returned and the engine answers as before."""
     prompts = [[number, *range(9)] for number in range(6)]
     params = SamplingParams(max_tokens=6)
     llm, runner, cache = make_interrupted(tmp_path, depth)

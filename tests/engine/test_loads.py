@@ -1,7 +1,7 @@
-"""Loads from lower tiers under the whole engine: who hits, who waits, and what a failure costs.
+"""Loads from lower tiers in a whole engine: hits, waits, and the cost of failures.
 
-The runner's KV, the host slab and the stored blocks are real bytes, so a block that is
-copied, landed or reused wrongly yields other tokens.
+The runner's KV, the host slab and the stored blocks are real bytes, so a block that is copied
+or reused wrongly gives other tokens.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.scheduler.harness import expected_tokens, make_prompt, make_request, 
 
 
 def test_a_hit_below_the_device_counts_for_the_tier_it_was_found_in() -> None:
-    """Lesson 64: the usage says host, the ledger says host, and why it was loaded."""
+    """Lesson 64: usage and ledger name the host, and why it was loaded."""
     harness = make_warm()
     before = harness.runner.num_tokens
 
@@ -61,7 +61,7 @@ def test_a_storage_hit_counts_for_storage() -> None:
 
 
 def test_fifty_requests_for_one_stored_prefix_share_one_load() -> None:
-    """Lesson 26: no convoy: one read, one copy, and everybody hits."""
+    """Lesson 26: one read, one copy, and every request hits."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
     harness = make_through(storage, num_blocks=80, settings={"max_num_seqs": 64})
@@ -77,7 +77,7 @@ def test_fifty_requests_for_one_stored_prefix_share_one_load() -> None:
 
 
 class CountingStorage(MemoryStorage):
-    """Notes how many prompts each call asks for."""
+    """Records how many prompts each call looks up."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -89,7 +89,7 @@ class CountingStorage(MemoryStorage):
 
 
 def test_what_one_step_asks_of_storage_is_one_call() -> None:
-    """Lesson 25: eight prompts that come together are one question, answered each on its own."""
+    """Lesson 25: eight prompts that come together are one lookup call with eight answers."""
     form = BlockFormat(fingerprint=bytes(32), block_bytes=32)
     storage = CountingStorage(MemoryConfig(), form)
     prompts = [make_prompt(20 + n, family=n) for n in range(8)]
@@ -143,7 +143,8 @@ def test_only_copies_in_flight_is_no_work() -> None:
 
 
 def test_a_deadline_ends_the_wait_and_not_the_job() -> None:
-    """Lessons 38, 50: the request computes; the late copy lands in its own slots, for others."""
+    """Lessons 38, 50: the request computes; the late copy ends in its own slots, for other
+    requests."""
     harness = make_warm(settings={"load_timeout_s": 0.5})
     harness.copier.held = True
     harness.add(make_request("late", PROMPT, max_tokens=1))
@@ -195,7 +196,7 @@ def test_a_timed_out_copy_that_writes_late_touches_no_reused_slot() -> None:
 
 @pytest.mark.parametrize("num_blocks", [0, 3])
 def test_a_failed_or_partial_load_is_computed_instead(num_blocks: int) -> None:
-    """Lessons 20, 22: what arrived is used, from the first missing block on it is computed."""
+    """Lessons 20, 22: the blocks that arrived are used; the rest is computed."""
     harness = make_warm()
     harness.copier.held = True
     harness.add(make_request("again", PROMPT, max_tokens=1))
@@ -214,7 +215,7 @@ def test_a_failed_or_partial_load_is_computed_instead(num_blocks: int) -> None:
 
 @pytest.mark.parametrize("fault", ["error", "damaged", "lost", "hung"])
 def test_a_storage_fault_costs_the_hit_and_nothing_else(fault: str) -> None:
-    """Lessons 38, 44, 45, 63: the request is computed, and its usage says why."""
+    """Lessons 38, 44, 45, 63: the request computes its prompt, and its usage has the reason."""
     storage = make_faulty(never)
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
     harness = make_through(storage, held=fault == "hung")
@@ -242,8 +243,8 @@ def test_a_storage_fault_costs_the_hit_and_nothing_else(fault: str) -> None:
 
 
 def test_a_hung_storage_read_holds_up_nobody() -> None:
-    """Lessons 17, 38: a read that never returns costs its own host slots; whoever needs the
-    whole device gets it."""
+    """Lessons 17, 38: a read that never returns costs only its own host slots; a request that
+    needs the whole device gets it."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
     harness = make_through(storage, timeouts={"read_timeout_s": 1.0})
@@ -273,7 +274,7 @@ def test_a_hung_storage_read_holds_up_nobody() -> None:
 
 
 def test_a_reset_with_copies_in_flight_forgets_and_releases() -> None:
-    """Lesson 17: a reset waits for no worker; a copy of before only gives back what it has."""
+    """Lesson 17: a reset waits for no worker; an earlier copy only releases its slots."""
     harness = make_warm()
     harness.copier.held = True
     harness.add(make_request("a", PROMPT, max_tokens=1))
@@ -289,7 +290,7 @@ def test_a_reset_with_copies_in_flight_forgets_and_releases() -> None:
 
 
 def test_an_abort_while_loading_returns_every_slot() -> None:
-    """Lesson 58: the load goes on and lands for others; nothing is kept for the aborted one."""
+    """Lesson 58: the load continues for other requests; nothing is kept for the aborted one."""
     harness = make_warm()
     harness.copier.held = True
     request = make_request("a", PROMPT, max_tokens=1)
@@ -308,7 +309,7 @@ def test_an_abort_while_loading_returns_every_slot() -> None:
 
 
 def test_one_request_is_loaded_for_a_bounded_number_of_times() -> None:
-    """Where every load brings one block only, the rest is computed after eight of them: a request
+    """If every load brings only one block, the rest is computed after eight loads: a request
     does not wait for one load per block."""
     prompt = make_prompt(4 * 20 + 1)
     harness = make_through(make_storage(), num_blocks=24)

@@ -1,4 +1,4 @@
-"""Masks of allowed tokens: ready, late, rebuilt, failed; and the bounds of what is kept."""
+"""Masks of allowed tokens: ready, late, rebuilt, failed; and the bounds of their memory."""
 
 import threading
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ LETTERS = StructuredOutput(regex="[a-z]{3}").to_grammar()
 
 
 class HeldCompiler(GrammarCompiler):
-    """Does not return from `LETTERS` until it is told to."""
+    """Does not return from `LETTERS` until it is released."""
 
     def __init__(self) -> None:
         tokenizer = Tokenizer(ensure())
@@ -78,7 +78,7 @@ def test_a_mask_follows_its_output(workers):
 
 
 def test_a_state_that_is_not_the_outputs_is_rebuilt(workers):
-    """After a preemption, or under a name that is used again: from the tokens alone."""
+    """After a preemption, or when a name is used again: from the tokens alone."""
     take(workers, row(0, DIGITS, "12", name="same"))
     for output in ("1", "", "98", "987"):
         found = take(workers, row(0, DIGITS, output, name="same"))
@@ -87,7 +87,8 @@ def test_a_state_that_is_not_the_outputs_is_rebuilt(workers):
 
 
 def test_a_late_mask_delays_no_other_row(workers, compiler):
-    """A grammar that is still compiled leaves its row late, step after step; then it is there."""
+    """While a grammar is being compiled, its row is late step after step; then it gets its
+    mask."""
     rows = [row(0, DIGITS, "1"), row(5, LETTERS, "")]
     for _ in range(3):
         found = take(workers, *rows)
@@ -101,7 +102,7 @@ def test_a_late_mask_delays_no_other_row(workers, compiler):
 
 
 def test_many_rows_are_made_together(workers):
-    """Once each is known, the next masks come in one piece, in the rows' order."""
+    """When each state is known, the next masks come together, in the order of rows."""
     rows = [row(number, DIGITS, "") for number in range(4)]
     take(workers, *rows, until=4)
     take(workers, *(row(number, DIGITS, "1") for number in range(4)), until=4)
@@ -111,8 +112,8 @@ def test_many_rows_are_made_together(workers):
 
 
 def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypatch):
-    """Its masks are not begun again: a group that takes longer than a step waits would never be
-    in time, and no row of it would ever choose a token."""
+    """Its masks are not started again: otherwise a group that takes longer than a step waits
+    would never be in time, and its rows would never sample a token."""
     rows = [row(number, DIGITS, "") for number in range(3)]
     take(workers, *rows, until=3)
     take(workers, *(row(number, DIGITS, "1") for number in range(3)), until=3)
@@ -146,14 +147,14 @@ def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypat
     ],
 )
 def test_what_can_never_have_a_mask_fails_with_its_reason(workers, grammar, output, words):
-    """A wrong grammar, and output that is none of its own; other rows go on."""
+    """A wrong grammar, and output that does not fit its grammar; other rows continue."""
     found = take(workers, row(0, grammar, output), row(1, DIGITS, ""), until=2)
     assert words in found.failed[0]
     assert found.rows == [1]
 
 
 def test_states_and_compiled_grammars_are_bounded(workers, compiler):
-    """However many requests and grammars come."""
+    """For any number of requests and grammars."""
     for number in range(20):
         take(workers, row(0, DIGITS, "", name=f"request {number}"))
         assert workers.num_states <= 4

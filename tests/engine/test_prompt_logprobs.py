@@ -1,4 +1,5 @@
-"""Log-probabilities of prompt tokens: exact, whatever is cached, chunked or beside them."""
+"""Log-probabilities of prompt tokens: exact, whatever is cached, chunked or in the same
+batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def truth(llm: LLM) -> tuple[list[int], list[float]]:
-    """A prompt, and what the model thought of each of its last tokens when it chose them."""
+    """A prompt, and the log-probability of each of its last tokens when it was sampled."""
     answer = llm.generate(PROMPT, GREEDY)[0]
     chosen = [entry.chosen for entry in answer.logprobs if entry is not None]
     return PROMPT + answer.tokens, chosen
@@ -42,7 +43,7 @@ def check(scored, truth: tuple[list[int], list[float]]) -> None:
 
 
 def test_they_are_what_was_thought_when_the_tokens_were_chosen(llm, truth):
-    """Though all of the prompt is in the cache, it is computed again for them, and kept."""
+    """Although the whole prompt is cached, it is computed again for them."""
     llm.core.reset_cache()
     for _ in range(2):
         scored = llm.generate(truth[0], SCORED)[0]
@@ -55,7 +56,7 @@ def test_they_are_what_was_thought_when_the_tokens_were_chosen(llm, truth):
 
 
 def test_chunks_neighbours_and_preemption_change_nothing(truth):
-    """Small chunks beside other rows, in a pool that is too small for all of them."""
+    """Small chunks together with other rows, in a pool that is too small for all of them."""
     llm = LLM(num_blocks_override=48, block_tokens=16, max_num_seqs=6, max_batched_tokens=40)
     params = [SCORED, replace(GREEDY, max_tokens=150), replace(SCORED, max_tokens=100)]
     for _ in range(2):

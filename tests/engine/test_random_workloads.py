@@ -1,7 +1,8 @@
-"""Any workload on tiers whose executors are unreliable: no fault changes a token or keeps a slot.
+"""Random workloads on tiers with unreliable executors: no fault changes a token or loses a
+slot.
 
-The runner's KV, the host slab and the stored blocks are real bytes, so a block that is
-copied, landed or reused wrongly yields other tokens.
+The runner's KV, the host slab and the stored blocks are real bytes, so a block that is copied
+or reused wrongly gives other tokens.
 """
 
 import random
@@ -64,12 +65,12 @@ class RandomWorkload:
             self.harness.step()
 
     def _work(self) -> None:
-        """Some jobs end, well or not; some executors scribble into what is theirs."""
+        """Some jobs end, successfully or not; some executors write garbage to their targets."""
         copier, dice = self.harness.copier, self.dice
         for job in list(copier.pending):
             roll = dice.random()
             if roll < 0.5:
-                copier.finish(job)  # a doomed one fails
+                copier.finish(job)  # a doomed job fails
             elif self.faults and roll < 0.6:
                 copier.finish(job, num_blocks=dice.randint(0, 3))
             elif self.faults and roll < 0.8:
@@ -91,7 +92,7 @@ class RandomWorkload:
 
 @st.composite
 def workloads(draw, *, faults: bool) -> RandomWorkload:
-    """Pools that barely hold one request, prompts that share prefixes and come back."""
+    """Pools that barely hold one request, prompts that share prefixes and return."""
     block_tokens = draw(st.sampled_from([2, 4]))
     specs = draw(
         st.lists(

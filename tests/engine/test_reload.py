@@ -1,4 +1,4 @@
-"""Reading other weights: only when nothing runs, with every token delivered."""
+"""Reloading weights: only when nothing runs, with every token delivered."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ IDLE = (0, 0, 0, 0)
 
 
 class Reloading:
-    """An engine whose weights can be read again, and what each reload saw and answered."""
+    """An engine whose weights can be reloaded, with what each reload saw and answered."""
 
     def __init__(self, **options: Any) -> None:
         self.harness = Harness(write_policy=WritePolicy.WRITE_THROUGH, **options)
@@ -38,7 +38,7 @@ class Reloading:
         )
 
     def run(self) -> None:
-        """Turn the loop as an engine process does, until it would sleep without limit."""
+        """Run the loop like an engine process until it would sleep without limit."""
         for _ in range(2_000):
             if self.harness.core.has_work:
                 self.harness.step()
@@ -59,7 +59,8 @@ class Reloading:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_running_requests_get_every_token_before_weights_are_read(depth: int) -> None:
-    """Lesson 79: the loop goes on while it drains; a waiting request starts with the new weights."""
+    """Lesson 79: the loop continues while it drains; a waiting request starts with the new
+    weights."""
     engine = Reloading(depth=depth, settings={"max_num_seqs": 1})
     running = make_request("running", make_prompt(9), max_tokens=12)
     waiting = make_request("waiting", make_prompt(9, family=2), max_tokens=4)
@@ -83,7 +84,7 @@ def test_running_requests_get_every_token_before_weights_are_read(depth: int) ->
 @pytest.mark.parametrize("host_blocks", [0, 64])
 def test_a_preempted_request_ends_before_weights_are_read(host_blocks: int) -> None:
     """A request that waits for its blocks to be loaded back has begun with the old weights, so
-    the engine is not idle although nothing runs (it got 23 of 24 tokens)."""
+    the engine is not idle although nothing runs (without the fix it got 23 of 24 tokens)."""
     engine = Reloading(num_blocks=12, host_blocks=host_blocks, settings={"max_num_seqs": 4})
     requests = [
         make_request("r1", make_prompt(16), max_tokens=24),
@@ -102,8 +103,8 @@ def test_a_preempted_request_ends_before_weights_are_read(host_blocks: int) -> N
 
 
 def test_transfers_end_before_weights_are_read() -> None:
-    """A copy in flight carries KV of the old weights; a request that waits for it goes on after
-    the reload."""
+    """A copy in flight carries KV of the old weights; a request that waits for it continues
+    after the reload."""
     engine = Reloading(num_blocks=16, host_blocks=64)
     harness = engine.harness
     harness.run(make_request("a", make_prompt(33), max_tokens=4))
@@ -126,7 +127,8 @@ def test_transfers_end_before_weights_are_read() -> None:
 
 
 def test_newcomers_do_not_keep_the_engine_from_being_idle() -> None:
-    """No storage is asked for a request that arrives during the drain; here it never answers."""
+    """No lookup is sent for a request that arrives during the drain; here storage never
+    answers."""
     engine = Reloading(host_blocks=64, stored=make_storage(), held=True)
     engine.harness.add(make_request("running", make_prompt(2), max_tokens=2))
     engine.harness.step()
@@ -183,7 +185,7 @@ def test_a_transfer_that_never_ends_refuses_the_reload() -> None:
 def test_a_pause_before_a_reload_stays_a_pause_afterwards(
     is_paused: bool, error: Exception | None
 ) -> None:
-    """A reload admits again only what it stopped itself, whether it succeeds or not."""
+    """A reload resumes admission only if it stopped it itself, whether it succeeds or not."""
     engine = Reloading()
     engine.error = error
     if is_paused:
@@ -201,7 +203,7 @@ def test_a_pause_before_a_reload_stays_a_pause_afterwards(
 
 
 def test_a_second_reload_is_refused_while_one_drains() -> None:
-    """The first goes on."""
+    """The first one continues."""
     engine = Reloading()
     engine.harness.add(make_request("a", make_prompt(9), max_tokens=4))
     engine.harness.step()
@@ -216,7 +218,7 @@ def test_a_second_reload_is_refused_while_one_drains() -> None:
 
 
 def test_an_engine_that_cannot_reload_says_so() -> None:
-    """And admits as before."""
+    """And continues to admit requests."""
     harness = Harness()
     answers: list[RequestError | None] = []
     harness.core.control(ReloadWeights(), lambda _, refusal: answers.append(refusal))

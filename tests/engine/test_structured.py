@@ -1,4 +1,5 @@
-"""Structured output on the built-in model: valid answers, and the four equalities with masks."""
+"""Structured output on the built-in model: valid answers, and the four equalities with
+masks."""
 
 import json
 import re
@@ -41,7 +42,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def truth(llm: LLM) -> list[list[int]]:
-    """Of each prompt alone, with nothing cached."""
+    """The output of each prompt alone, without a cache."""
     found = []
     for prompt in PROMPTS:
         llm.core.reset_cache()
@@ -94,7 +95,7 @@ def test_patterns_choices_and_grammars_are_followed(llm):
 
 
 def test_cached_equals_uncached_with_masks(llm, truth):
-    """The second time, and all at once: prefixes are found, and tokens are the same."""
+    """The second time, and all at once: prefixes hit, and tokens are the same."""
     llm.core.reset_cache()
     for _ in range(2):
         answers = llm.generate(PROMPTS, PARAMS, structured=PERSON)
@@ -112,7 +113,7 @@ def test_chunked_and_preempted_equal_undisturbed_with_masks(truth):
 
 
 def test_disaggregated_equals_local_with_masks(monkeypatch, truth, llm):
-    """The prefill instance chooses the first token by the same grammar."""
+    """The prefill instance samples the first token with the same grammar."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
     params = replace(PARAMS, grammar=PERSON.to_grammar())
     with RealPair() as pair:
@@ -129,7 +130,7 @@ def test_disaggregated_equals_local_with_masks(monkeypatch, truth, llm):
 
 
 def test_a_continued_answer_goes_on_where_its_grammar_was(llm, truth):
-    """Another instance that is given the first tokens chooses the same rest."""
+    """Another instance that gets the first tokens samples the same rest."""
     whole = truth[0]
     cut = len(whole) // 2
     prompt = np.concatenate((llm.tokenizer.encode(PROMPTS[0]), np.array(whole[:cut])))
@@ -149,7 +150,7 @@ def test_a_continued_answer_goes_on_where_its_grammar_was(llm, truth):
 
 
 def test_a_row_with_a_slow_grammar_delays_no_other_row(llm):
-    """Free text goes on beside a grammar that is compiled for the first time."""
+    """Unconstrained rows continue while a grammar is compiled for the first time."""
     slow = StructuredOutput(regex="(a|b|ab){100,200}c{3}(x|y|xy){50,80}").to_grammar()
     params = [replace(PARAMS, grammar=slow, max_tokens=40), replace(PARAMS, max_tokens=40)]
     constrained, free = llm.generate(PROMPTS[:2], params)
@@ -168,7 +169,7 @@ def test_a_row_with_a_slow_grammar_delays_no_other_row(llm):
     ],
 )
 def test_what_cannot_be_followed_is_refused_in_the_librarys_words(llm, wanted, words):
-    """Never an answer that ignores a part of its schema."""
+    """An answer never ignores a part of its schema."""
     with pytest.raises(RequestError, match=words):
         llm.generate("x", PARAMS, structured=StructuredOutput(**wanted))
     check_person(llm.generate("x", PARAMS, structured=PERSON)[0])

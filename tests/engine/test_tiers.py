@@ -1,7 +1,7 @@
-"""What is written to lower tiers, and that it comes back: under the whole engine.
+"""Writes to lower tiers and hits on them, in a whole engine.
 
-The runner's KV, the host slab and the stored blocks are real bytes, so a block that is
-copied, landed or reused wrongly yields other tokens.
+The runner's KV, the host slab and the stored blocks are real bytes, so a block that is copied
+or reused wrongly gives other tokens.
 """
 
 import pytest
@@ -29,8 +29,8 @@ POLICIES = list(WritePolicy)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_host_hits_equal_recomputing(depth: int, policy: WritePolicy) -> None:
-    """Each write policy: prompts that the device had to evict come back with the same tokens,
-    from the host where the policy put them there."""
+    """For each write policy: prompts that the device evicted give the same tokens, from the
+    host if the policy wrote them there."""
     harness = Harness(num_blocks=16, host_blocks=64, depth=depth, write_policy=policy)
     prompts = [make_prompt(33, family=family) for family in range(4)]
 
@@ -50,7 +50,7 @@ def test_host_hits_equal_recomputing(depth: int, policy: WritePolicy) -> None:
 
 
 def test_a_broken_tier_does_not_keep_the_loop_busy() -> None:
-    """Lesson 24: a write that failed is not tried again at once: the engine goes idle."""
+    """Lesson 24: a failed write is not retried at once: the engine becomes idle."""
     storage = make_faulty(always)
     harness = make_through(storage)
 
@@ -62,7 +62,8 @@ def test_a_broken_tier_does_not_keep_the_loop_busy() -> None:
 
 
 def test_preemption_saves_and_resumes_from_the_host() -> None:
-    """Lessons 29, 30, 37: what a victim computed comes back by a hit; the request is unchanged."""
+    """Lessons 29, 30, 37: blocks of a victim are hit when it resumes; the request is
+    unchanged."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
@@ -81,7 +82,7 @@ def test_preemption_saves_and_resumes_from_the_host() -> None:
 
 def test_preemption_saves_to_storage_too() -> None:
     """Lesson 29: prompt and output of a victim, whatever the write policy: another engine finds
-    there more than any prompt had. Turned off, nothing is written anywhere."""
+    more there than the prompts. With saving turned off, nothing is written."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
@@ -139,7 +140,8 @@ def test_without_a_host_tier_nothing_is_copied() -> None:
 
 
 def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
-    """Lesson 59: writes in flight land before the end; one that hangs is waited for so long."""
+    """Lesson 59: writes in flight end first; a write that hangs is waited for only for a
+    bounded time."""
     harness = Harness(
         num_blocks=64, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True
     )
@@ -164,7 +166,8 @@ def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
 def test_a_host_tier_smaller_than_what_wants_in_comes_to_rest(
     policy: WritePolicy, host_blocks: int
 ) -> None:
-    """Lesson 19: blocks that displace each other are written once a use; then the loop sleeps."""
+    """Lesson 19: blocks that evict each other are written once per use; then the loop
+    sleeps."""
     harness = Harness(num_blocks=16, host_blocks=host_blocks, write_policy=policy)
 
     for family in range(4):

@@ -27,7 +27,7 @@ def test_encode_gives_int32_and_decode_undoes_it(tokenizer):
 
 
 def test_a_text_that_cannot_fit_is_not_looked_at(tokenizer):
-    """Lesson 68: refused by its length alone, where not even the longest tokens could hold it."""
+    """Lesson 68: refused by its length alone, if it cannot fit even with the longest tokens."""
     longest = max(map(len, ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")))
 
     assert len(tokenizer.encode("a" * 2 * longest, max_tokens=2)) == 2 * longest
@@ -42,7 +42,7 @@ def test_a_text_that_cannot_fit_is_not_looked_at(tokenizer):
 
 
 def test_special_tokens_are_skipped_unless_wanted(tokenizer):
-    """An end token has no text for a reader, and has one for a debugger."""
+    """An end token is skipped for readers, and shown on request."""
     tokens = tokenizer.encode("a<|end|>b").tolist()
 
     assert len(tokens) == 3
@@ -51,7 +51,7 @@ def test_special_tokens_are_skipped_unless_wanted(tokenizer):
 
 
 def test_a_token_that_is_no_text_is_named_by_its_bytes(tokenizer):
-    """Part of a character has bytes, and a printable name made of them."""
+    """A part of a character has bytes, and a printable name made from them."""
     first = int(tokenizer.encode("€")[0])
 
     assert tokenizer.token_bytes(first) == b"\xe2"
@@ -60,7 +60,7 @@ def test_a_token_that_is_no_text_is_named_by_its_bytes(tokenizer):
 
 
 def test_chat_template_is_applied_with_its_own_special_tokens(tokenizer):
-    """A conversation becomes the prompt that the model's template says, nothing added."""
+    """A conversation becomes exactly the prompt of the model's template."""
     messages = [{"role": "user", "content": "hi"}]
 
     assert tokenizer.chat_text(messages) == "<|user|>hi<|end|><|assistant|>"
@@ -68,7 +68,7 @@ def test_chat_template_is_applied_with_its_own_special_tokens(tokenizer):
 
 
 def test_a_settings_name_cannot_replace_the_messages(tokenizer):
-    """What a client passes to the template never overrides what the server passes."""
+    """Client settings of the template never override those of the server."""
     text = tokenizer.chat_text(
         [{"role": "user", "content": "mine"}], settings={"messages": [], "extra": 1}
     )
@@ -87,7 +87,7 @@ def test_a_settings_name_cannot_replace_the_messages(tokenizer):
     ],
 )
 def test_a_template_runs_in_a_sandbox(tmp_path, template):
-    """A template that reaches out, or refuses, is a refused request and nothing else."""
+    """A template that tries to escape, or refuses, only refuses the request."""
     tokenizer = Tokenizer(make_tokenizer_folder(tmp_path, template=template))
 
     with pytest.raises(RequestError, match="chat template"):
@@ -95,7 +95,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path, template):
 
 
 def test_templates_of_the_field_work(tmp_path):
-    """Loop controls, the generation tag, plain JSON and dates are what templates use."""
+    """Loop controls, the generation tag, plain JSON and dates work."""
     template = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content | tojson }}{% endgeneration %}{% endfor %}"
@@ -119,7 +119,7 @@ def test_a_template_may_be_a_file_of_its_own(tmp_path):
 
 
 def test_no_template_is_a_refused_chat(tmp_path):
-    """A base model completes text, and says so when asked to chat."""
+    """A base model completes text, and refuses a chat with a message."""
     tokenizer = Tokenizer(make_tokenizer_folder(tmp_path, template=None))
 
     with pytest.raises(RequestError, match="no chat template"):
@@ -149,7 +149,7 @@ def test_a_bad_folder_is_refused_with_a_sentence(tmp_path, name, content, senten
 
 @pytest.mark.slow
 def test_the_http_process_imports_neither_torch_nor_transformers():
-    """Everything the HTTP process loads, loads without them: they are made unimportable."""
+    """Everything that the HTTP process imports can be imported without them."""
     script = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"

@@ -7,14 +7,14 @@ from headwater.engine.watchdog import StepWatchdog
 
 
 class Loop:
-    """What a watchdog reads."""
+    """The part of a loop that a watchdog reads."""
 
     device_since: tuple[float, int] | None = None
     failure: str | None = None
 
 
 class SteppedEvent(threading.Event):
-    """Ends each look at once, and the watch after the looks of a script."""
+    """Ends each wait at once, and the watch after the script."""
 
     def __init__(self, looks):
         super().__init__()
@@ -28,7 +28,7 @@ class SteppedEvent(threading.Event):
 
 
 def watch(*looks, loop, clock):
-    """Run the watch over a script of looks, in this thread; what it said."""
+    """Run the watch over a script, in this thread; return the reasons it reported."""
     reasons: list[str] = []
     watchdog = StepWatchdog(loop, 10.0, reasons.append, clock)
     watchdog._stopped = SteppedEvent(looks)
@@ -37,7 +37,8 @@ def watch(*looks, loop, clock):
 
 
 def test_a_loop_that_sleeps_or_ends_its_steps_in_time_is_left_alone():
-    """Time alone means nothing: the loop may sleep for hours, and each wait counts anew."""
+    """Time alone means nothing: the loop may sleep for hours, and each wait is timed
+    separately."""
     clock, loop = VirtualClock(), Loop()
 
     def sleep():
@@ -64,7 +65,7 @@ def test_a_step_that_does_not_end_is_reported_once():
 
 
 def test_a_step_that_goes_on_although_a_rank_is_lost_ends_long_before_the_timeout():
-    """A collective between GPUs waits for a rank that is gone; the sentence names the rank."""
+    """A collective between GPUs waits for a lost rank; the message names the rank."""
     clock, loop = VirtualClock(), Loop()
 
     def wait():

@@ -1,4 +1,4 @@
-"""Messages between the processes: what goes in comes out, and nothing else gets in."""
+"""Messages between the processes: every field survives, and invalid messages are refused."""
 
 import ast
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_request_survives_the_journey():
 
 
 def test_a_request_crosses_as_its_tokens_and_little_more():
-    """Lesson 32: four bytes a token and a few for the rest; nothing of the cache, no KV."""
+    """Lesson 32: four bytes per token and a few for the rest; no cache data and no KV."""
     request = Request(
         request_id=RequestId("r"),
         tokens=np.arange(10_000, dtype=np.int32),
@@ -100,7 +100,7 @@ def test_an_output_survives_the_journey():
 
 
 def test_a_refusal_survives_the_journey():
-    """What the engine says is what the server hears."""
+    """The server gets the engine's refusal unchanged."""
     message = wire.Refusal("r", "PromptTooLong", "too long")
     assert wire.decode_from_engine(wire.encode(message)) == message
 
@@ -113,7 +113,7 @@ def test_a_refusal_survives_the_journey():
     ],
 )
 def test_every_report_survives_the_journey(message):
-    """What the engine reports is one line, and what the supervisor reads."""
+    """A report of the engine is one line, and the supervisor reads it back."""
     line = wire.encode_line(message)
     assert line.count(b"\n") == 1
     assert msgspec.json.decode(line, type=wire.Report) == message
@@ -163,13 +163,13 @@ def test_an_unknown_control_call_raises():
 
 @pytest.mark.parametrize("frame", [b"", b"\x93", b"\x91\xa4evil", wire.encode(["add", 1])])
 def test_a_frame_that_fits_no_type_raises(frame):
-    """Lesson 18: a bad message is raised, never guessed at or swallowed."""
+    """Lesson 18: a bad message raises an error; it is never guessed or dropped."""
     with pytest.raises(msgspec.DecodeError):
         wire.decode_to_engine(frame)
 
 
 def test_errors_are_rebuilt_by_name_from_our_tree_only():
-    """A name outside the tree is a dead engine, whatever it names."""
+    """An unknown name becomes EngineDead."""
     assert isinstance(wire.rebuild_error("PromptTooLong", "x"), PromptTooLong)
     assert isinstance(wire.rebuild_error("ModelError", "x"), ModelError)
     assert isinstance(wire.rebuild_error("ZeroDivisionError", "x"), EngineDead)
@@ -177,7 +177,7 @@ def test_errors_are_rebuilt_by_name_from_our_tree_only():
 
 
 def test_nothing_in_the_package_imports_pickle():
-    """Lesson 66: no pickle on any socket; the surest way is none anywhere."""
+    """Lesson 66: no pickle on any socket; the package does not import it at all."""
     folder = Path(headwater.__file__).parent
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
     for path in folder.rglob("*.py"):

@@ -1,5 +1,5 @@
-"""Engines with host and storage tiers for tests: warm ones, ones that write everything, and a
-storage that fails as its dice fall."""
+"""Engines with host and storage tiers for tests: warm ones, ones that write everything, and
+storage that fails at random."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ PROMPT = make_prompt(33)
 
 
 class FaultyStorage(MemoryStorage):
-    """Loses, damages and refuses, as its dice fall: below 0.2 something goes wrong."""
+    """Loses, damages and refuses blocks at random: below 0.2 something goes wrong."""
 
     roll: Callable[[], float]
 
@@ -60,7 +60,7 @@ def always() -> float:
 
 
 def warm(harness: Harness, prompt: list[int], *, rounds: int = 2) -> None:
-    """Serve `prompt` often enough for the host to have it, then crowd it off the device."""
+    """Serve `prompt` until the host has it, then evict it from the device."""
     for number in range(rounds):
         harness.run(make_request(f"warm{number}", prompt, max_tokens=1))
     for family in range(5, 9):

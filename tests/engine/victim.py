@@ -2,7 +2,7 @@
 
     python -m tests.engine.victim BACKEND SETTINGS
 
-Says "writing" when its first request has ended; its writes go on meanwhile.
+It prints "writing" when its first request has ended, while its writes continue.
 """
 
 import json
@@ -16,7 +16,7 @@ PROMPT_TOKENS = 16 * BLOCK_TOKENS + 1
 
 
 def make_victim_request(number: int):
-    """The number-th prompt; a survivor asks for the same."""
+    """The number-th prompt; the test requests the same one later."""
     tokens = [(number * 7 + at * (number + 3)) % 50 for at in range(PROMPT_TOKENS)]
     return make_echo_request(f"victim {number}", tokens, max_tokens=2, cache_salt="victim")
 

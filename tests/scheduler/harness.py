@@ -50,17 +50,17 @@ def make_request(
 
 
 def make_prompt(num_tokens: int, *, family: int = 0) -> list[int]:
-    """The same tokens each time; prompts of one family start alike, of two do not."""
+    """The same tokens each time; prompts of one family have a common beginning."""
     return [(family * 7 + at * (family + 3)) % VOCAB_SIZE for at in range(num_tokens)]
 
 
 def expected_tokens(
     request: Request, *, max_model_len: int = 10_000, eos: tuple[int, ...] = ()
 ) -> list[int]:
-    """What the request yields when nothing else exists: no cache, chunks or neighbours."""
+    """The output of the request alone: without cache, chunks or other rows."""
     params = request.params
     tokens: list[int] = request.tokens.tolist()
-    # A grammar alone says when an output is complete, so it overrides both settings.
+    # The grammar decides when an output is complete, so it overrides both settings.
     ignores_eos = params.ignore_eos and not params.grammar
     min_tokens = 0 if params.grammar else params.min_tokens
     stops = set(params.stop_token_ids) | (set() if ignores_eos else set(eos))
@@ -81,14 +81,14 @@ def make_storage(block_tokens: int = 4) -> MemoryStorage:
 
 
 class NotingRunner(EchoRunner):
-    """An EchoRunner that keeps what was submitted."""
+    """An EchoRunner that records the submitted batches."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.batches: list[ScheduledBatch] = []
         self.clock = VirtualClock()
         self.token_s = 0.0
-        """How long computing a token takes."""
+        """Seconds to compute a token."""
 
     def submit(self, batch: ScheduledBatch) -> None:
         self.batches.append(batch)
@@ -103,7 +103,7 @@ class NotingRunner(EchoRunner):
 
 @dataclass
 class Harness:
-    """An engine, and what came out of it so far."""
+    """An engine, and its outputs so far."""
 
     num_blocks: int = 64
     block_tokens: int = 4
@@ -160,7 +160,7 @@ class Harness:
         self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
 
     def step(self) -> list[SequenceOutput]:
-        """Turn the loop once, verify every invariant, and note the outputs."""
+        """Run one turn, verify every invariant, and record the outputs."""
         outputs = self.core.step()
         self.clock.advance(STEP_S)
         self.check()
@@ -169,7 +169,7 @@ class Harness:
         return outputs
 
     def run(self, *requests: Request, max_steps: int = 5_000) -> dict[str, list[int]]:
-        """Add `requests` and turn the loop until there is no work; every output so far."""
+        """Add `requests` and run until there is no work; return every output so far."""
         self.add(*requests)
         for _ in range(max_steps):
             if not self.core.has_work:
@@ -180,7 +180,7 @@ class Harness:
         raise AssertionError(f"still working after {max_steps} steps")
 
     def run_until(self, name: str, *requests: Request, max_steps: int = 500) -> None:
-        """Add `requests` and turn the loop until the request `name` has ended."""
+        """Add `requests` and run until the request `name` has ended."""
         self.add(*requests)
         for _ in range(max_steps):
             if name in self.reasons:
@@ -193,13 +193,13 @@ class Harness:
         return self.scheduler.stats().num_waiting
 
     def sleep(self) -> None:
-        """What a loop does that has no work: nothing, until a deadline comes."""
+        """What a loop without work does: nothing, until a deadline comes."""
         sleep_s = self.core.sleep_s()
         assert sleep_s is not None, "everybody waits, and nobody for a deadline"
         self.clock.advance(sleep_s)
 
     def add(self, *requests: Request) -> None:
-        """Let them wait."""
+        """Add requests to the queue."""
         for request in requests:
             self.core.add(request)
 
@@ -209,7 +209,7 @@ class Harness:
             self.step()
 
     def names(self, step: int = -1) -> list[str]:
-        """Whose rows the batch submitted `step`-th had, or the last one."""
+        """The requests in the `step`-th batch, or in the last one."""
         return list(self.batches[step].request_ids)
 
     def num_computed(self, name: str) -> int:
@@ -222,7 +222,7 @@ class Harness:
         )
 
     def check(self) -> None:
-        """Every book balances, and no slot is free that a step in flight still uses."""
+        """Every invariant holds, and no free slot is used by a step in flight."""
         self.core.check()
         free = self.cache._device.pool.owned(SlotState.FREE)
         early = np.intersect1d(free, self.runner.in_flight_slots())

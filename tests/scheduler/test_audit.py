@@ -1,4 +1,4 @@
-"""The checks find what they are for: each kind of damage raises."""
+"""The checks detect each kind of damage."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The double is worth trusting: what is wrong in memory is wrong in its tokens, or raises."""
+"""The double can be trusted: an error in memory changes its tokens or raises."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def run(runner: EchoRunner, batch: ScheduledBatch) -> int:
 
 
 def test_a_token_depends_on_all_that_was_written_before() -> None:
-    """Chunks and whole are the same; another first token changes the last."""
+    """Chunks and the whole give the same token; another first token changes the last."""
     runner = make_runner()
     run(runner, make_batch([1, 2, 3]))
 
@@ -68,7 +68,7 @@ def test_an_overwritten_block_changes_the_token() -> None:
 
 
 def test_a_wrong_slot_raises() -> None:
-    """A table in the wrong order shows positions that cannot be there."""
+    """A table in the wrong order shows impossible positions."""
     runner = make_runner()
     run(runner, make_batch([1, 2, 3, 4, 5]))
 
@@ -106,7 +106,7 @@ def test_a_batch_that_cannot_be_is_refused(batch: ScheduledBatch, complaint: str
 
 
 def test_no_more_steps_than_its_depth() -> None:
-    """A loop that does not collect is told so."""
+    """A loop that does not collect gets an error."""
     runner = make_runner()
     runner.submit(make_batch([1, 2]))
 

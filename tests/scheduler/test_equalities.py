@@ -30,7 +30,7 @@ class Case:
     """Before which steps the cache is reset."""
 
     def play(self) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         step = 0
         pending = sorted(self.arrivals, key=lambda arrival: arrival[0])
         while pending or self.harness.core.has_work:
@@ -116,8 +116,8 @@ def cases(draw, *, with_aborts: bool = False, late_share: float = 0.0) -> Case:
 @search(examples=150)
 @given(case=cases())
 def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
-    """Liveness and the three equalities at once, at both depths, whatever pool can hold one
-    request: cache, chunks, preemption and neighbours change no token, and nothing leaks."""
+    """Liveness and the three equalities at once, at both depths, for any pool that can hold one
+    request: cache, chunks, preemption and other rows change no token, and nothing leaks."""
     case.play()
 
     for _, request in case.arrivals:
@@ -130,8 +130,8 @@ def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
 @search(examples=150)
 @given(case=cases(with_aborts=True, late_share=0.4))
 def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> None:
-    """Rows with a grammar that often go without a token, at both depths, with preemptions and
-    aborts: each still yields the tokens that it yields alone, and nothing leaks."""
+    """Rows with a grammar that often get no token, at both depths, with preemptions and aborts:
+    each gives the tokens that it gives alone, and nothing leaks."""
     case.play()
 
     for _, request in case.arrivals:
@@ -148,7 +148,8 @@ def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> Non
 @search(examples=100)
 @given(case=cases(with_aborts=True))
 def test_an_abort_at_any_step_returns_every_slot_and_disturbs_nobody(case: Case) -> None:
-    """Lesson 58: whatever is aborted when, the others' tokens are exact and the pool is whole."""
+    """Lesson 58: after any abort at any time, the tokens of the others are exact and no slot is
+    lost."""
     case.play()
 
     for _, request in case.arrivals:
@@ -180,7 +181,7 @@ def test_cached_equals_uncached(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_batched_tokens", [1, 2, 3, 7, 64])
 def test_chunked_equals_whole(depth: int, max_batched_tokens: int) -> None:
-    """However a prompt is cut into steps, the tokens are the same."""
+    """However a prompt is divided into steps, the tokens are the same."""
     harness = Harness(
         depth=depth, settings={"max_num_seqs": 1, "max_batched_tokens": max_batched_tokens}
     )

@@ -1,4 +1,4 @@
-"""Load, split or recompute: the cheapest by what was measured."""
+"""Load, split or recompute: the cheapest by measured rates."""
 
 import pytest
 from hypothesis import given
@@ -45,7 +45,7 @@ SLOW = LinkRate(0.0, 0.1)
 
 
 def test_a_fast_link_is_used():
-    """A tenth of the time: everything is loaded, and the ledger can say so."""
+    """A tenth of the time: everything is loaded, and the usage says so."""
     choice = make_choice(LowerTierMatch(host=8), host=FAST)
 
     assert (choice.num_blocks, choice.reason) == (8, "load_cheaper")
@@ -54,7 +54,8 @@ def test_a_fast_link_is_used():
 
 
 def test_a_slow_link_is_not_used():
-    """Lesson 45: a request whose load is slower than computing computes, and says why."""
+    """Lesson 45: a request whose load would be slower computes instead, and its usage has the
+    reason."""
     choice = make_choice(LowerTierMatch(host=8), host=SLOW)
 
     assert (choice.num_blocks, choice.reason) == (0, "recompute_cheaper")
@@ -62,7 +63,7 @@ def test_a_slow_link_is_not_used():
 
 
 def test_the_head_from_a_fast_tier_and_the_tail_computed():
-    """A split: what the host has is loaded, what only slow storage has is computed."""
+    """A split: blocks on the host are loaded, blocks in slow storage are computed."""
     choice = make_choice(LowerTierMatch(host=6, storage=6), host=FAST, storage=SLOW)
 
     assert (choice.num_blocks, choice.reason) == (6, "split")
@@ -76,7 +77,7 @@ def test_a_long_prefix_is_split_where_time_runs_out():
 
 
 def test_latency_makes_short_loads_dear():
-    """One block is not worth a round trip that computes it three times over."""
+    """One block is not worth a round trip in which it could be computed three times."""
     far = LinkRate(0.03, 0.0001)
 
     assert make_choice(LowerTierMatch(storage=1), host=FAST, storage=far).num_blocks == 0
@@ -84,7 +85,7 @@ def test_latency_makes_short_loads_dear():
 
 
 def test_a_queue_counts():
-    """What the link has to bring first is part of the price."""
+    """Blocks that the link must transfer first are part of the price."""
     assert make_choice(LowerTierMatch(host=4), host=FAST).num_blocks == 4
     assert (
         make_choice(
@@ -117,7 +118,8 @@ def test_a_burst_loads_although_computing_would_be_faster_for_one_alone():
 
 
 def test_a_link_that_no_other_sequence_waits_for_delays_none_of_them():
-    """Computing delays all that wait; a slow link only those that wait for it too."""
+    """Computing delays all waiting sequences; a slow link delays only those that wait for
+    it."""
     found, slow = LowerTierMatch(storage=8), LinkRate(0.0, 0.02)
 
     alone = make_choice(found, host=FAST, storage=slow)
@@ -129,7 +131,7 @@ def test_a_link_that_no_other_sequence_waits_for_delays_none_of_them():
 
 
 def test_a_load_may_take_as_long_as_the_backlog_and_the_longest_wait():
-    """While other prompts are computed before it, a sequence does not wait for its load."""
+    """A sequence does not wait for its load while other prompts are computed before it."""
     found = LowerTierMatch(host=8)
 
     short = make_choice(found, host=SLOW, max_wait_s=0.1)
@@ -139,7 +141,7 @@ def test_a_load_may_take_as_long_as_the_backlog_and_the_longest_wait():
 
 
 def test_the_unmeasured_is_tried():
-    """Or it would never be measured."""
+    """Otherwise it would never be measured."""
     assert make_choice(LowerTierMatch(host=4), prefill=None, host=SLOW).reason == "unmeasured"
     assert make_choice(LowerTierMatch(4, 4)).num_blocks == 8
 
@@ -158,7 +160,7 @@ links = st.one_of(st.none(), st.builds(LinkRate, st.floats(0, 0.1), st.floats(0,
 def test_no_choice_is_dearer_than_loading_or_computing_all(
     found, queued, host, storage, max_wait_s
 ):
-    """And none takes longer than may be waited."""
+    """And no choice takes longer than the longest wait."""
     rates = MeasuredRates(prefill_tokens_s=6400.0, host=host, storage=storage)
     choice = choose(
         found,

@@ -1,4 +1,4 @@
-"""Who waits for a load, for how long, and what the ledger says of it."""
+"""Which sequences wait for a load, for how long, and what the usage reports."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def make_harness(**options: Any) -> Harness:
 
 
 def make_stored(**options: Any) -> Harness:
-    """Storage has the blocks of PROMPT, nothing else has."""
+    """Only storage has the blocks of PROMPT."""
     whole: dict[str, Any] = {"num_blocks": 17, "host_blocks": 64, "stored": make_storage()}
     whole |= {"write_policy": WritePolicy.WRITE_THROUGH}
     Harness(**whole).run(make_request("before", PROMPT, max_tokens=1))
@@ -43,7 +43,7 @@ def make_stored(**options: Any) -> Harness:
 
 
 def make_measured(*, token_s: float, block_s: float, **options: Any) -> Harness:
-    """The same, and the loop has seen how long prompts and copies take."""
+    """The same, after the loop has measured prompts and copies."""
     harness = make_harness(**options)
     harness.runner.token_s, harness.copier.block_s = token_s, block_s
     harness.run(make_request("probe", PROMPT, max_tokens=1))
@@ -73,7 +73,7 @@ def test_cheaper_to_compute_is_computed_and_said():
 
 
 def test_a_split_loads_the_head_and_computes_the_tail():
-    """Only what arrives in time is loaded; the rest is computed over it."""
+    """Only blocks that arrive in time are loaded; the rest is computed."""
     harness = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
 
     harness.run(make_request("a", PROMPT, max_tokens=1))
@@ -87,8 +87,8 @@ def test_a_split_loads_the_head_and_computes_the_tail():
 
 
 def test_a_priced_wait_ends_with_its_price():
-    """Lesson 38: a load that was cheap by what was measured, and then does not end, is waited for
-    twice as long as computing would take, and no longer."""
+    """Lesson 38: a load that should be cheap but does not end is waited for at most twice as
+    long as computing takes."""
     harness = make_measured(token_s=0.05, block_s=0.001)
     harness.copier.held = True
     harness.add(make_request("a", PROMPT, max_tokens=1))
@@ -111,8 +111,8 @@ def test_a_priced_wait_ends_with_its_price():
 
 
 def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
-    """Lesson 38: also of the second request ever, whose price only the first one tells: storage
-    that does not answer is not waited for until its own timeout."""
+    """Lesson 38: also for the second request ever, whose price comes from the first: the wait
+    for silent storage ends before its timeout."""
     harness = make_stored()
     harness.runner.token_s = 0.001
     harness.run(make_request("first", make_prompt(40, family=9), max_tokens=1))
@@ -131,7 +131,7 @@ def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
 
 
 def test_a_request_may_say_otherwise():
-    """The settings price and compute; a request with a policy of its own loads, others do not."""
+    """The settings price and compute; a request with its own policy loads, others do not."""
     harness = make_measured(token_s=1e-6, block_s=1.0)
 
     harness.run(replace(make_request("waits", PROMPT, max_tokens=1), load_policy="wait"))
@@ -147,7 +147,7 @@ def test_a_request_may_say_otherwise():
 
 
 def test_a_request_may_have_its_own_deadline():
-    """Shorter than the settings', and only for itself."""
+    """Shorter than that of the settings, and only for this request."""
     harness = make_measured(token_s=1e-6, block_s=1.0, settings={"load_policy": "deadline"})
     harness.copier.held = True
     short = make_request("short", PROMPT, max_tokens=1)
@@ -168,14 +168,14 @@ def test_a_request_may_have_its_own_deadline():
 
 @pytest.mark.parametrize("field", [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}])
 def test_an_impossible_wish_is_refused(field):
-    """With the field's name, before it is sent anywhere."""
+    """With the field's name, before anything is sent."""
     with pytest.raises(RequestError, match=next(iter(field))):
         replace(make_request("a", PROMPT), **field)
 
 
 def test_who_only_waits_for_an_answer_keeps_nobody_busy():
-    """Lesson 45: the question goes out in the first turn, the loop sleeps until the answer has
-    come or is late, and an answer of nothing is followed by the step."""
+    """Lesson 45: the lookup is sent in the first turn, and the loop sleeps until the answer has
+    come or is late; after an empty answer the step follows."""
     harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage())
     harness.workers.held = True
 
@@ -190,7 +190,7 @@ def test_who_only_waits_for_an_answer_keeps_nobody_busy():
 
 
 def test_best_effort_does_not_sleep_over_its_question():
-    """Lesson 45: nothing is waited for, so the loop has work."""
+    """Lesson 45: it waits for nothing, so the loop has work."""
     settings = {"load_policy": "best_effort"}
     harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage(), settings=settings)
     harness.workers.held = True
@@ -202,7 +202,7 @@ def test_best_effort_does_not_sleep_over_its_question():
 
 
 def test_the_ledger_has_choices_with_their_prices():
-    """What was chosen lately, for how much, and what the next choice will be made from."""
+    """Recent decisions with their prices, and the rates for the next decision."""
     harness = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
 
     harness.run(make_request("a", PROMPT, max_tokens=1))
@@ -221,7 +221,7 @@ def test_the_ledger_has_choices_with_their_prices():
 
 
 def test_wait_loads_whatever_it_costs():
-    """The override: no price, and no end but the transfers' own."""
+    """The policy `wait`: no price, and no limit except the deadlines of transfers."""
     settings = {"load_policy": "wait", "load_timeout_s": 0.0}
     harness = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
     harness.copier.held = True
@@ -239,7 +239,7 @@ def test_wait_loads_whatever_it_costs():
 
 
 def test_deadline_loads_and_gives_up():
-    """The override: whatever the price, but not longer than this."""
+    """The policy `deadline`: whatever the price, but not longer than this."""
     settings = {"load_policy": "deadline", "load_timeout_s": 0.5}
     harness = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
     harness.copier.held = True
@@ -254,7 +254,7 @@ def test_deadline_loads_and_gives_up():
 
 
 def test_best_effort_does_not_wait_for_an_answer():
-    """Lesson 45: it has computed all before storage says what it has."""
+    """Lesson 45: it has computed everything before storage answers."""
     harness = make_stored(settings={"load_policy": "best_effort"})
     harness.workers.held = True
 
@@ -269,7 +269,7 @@ def test_best_effort_does_not_wait_for_an_answer():
 
 
 def test_best_effort_does_not_wait_for_a_read():
-    """Lesson 45: what is fetched meanwhile comes to the host, and serves the next one."""
+    """Lesson 45: blocks read meanwhile arrive on the host, for the next request."""
     settings = {"load_policy": "best_effort", "max_num_seqs": 1}
     harness = make_stored(settings=settings, write_policy=WritePolicy.NONE)
     harness.workers.held = True
@@ -294,7 +294,7 @@ def test_best_effort_does_not_wait_for_a_read():
 
 
 def test_storage_is_asked_while_the_request_queues():
-    """The answer and the bytes come to the host before there is room on the device."""
+    """The answer and the bytes arrive on the host before there is room on the device."""
     harness = make_stored(settings={"max_num_seqs": 1})
     harness.add(make_request("busy", make_prompt(9, family=3), max_tokens=10))
     harness.step()
@@ -309,8 +309,8 @@ def test_storage_is_asked_while_the_request_queues():
 
 
 def test_without_room_on_the_host_storage_is_a_miss():
-    """Lesson 38: every host block is being written and stays; what storage has is not brought,
-    nobody waits for room, and the miss says why."""
+    """Lesson 38: every host block is being written and stays; the blocks in storage are not
+    loaded, no request waits for room, and the miss has a reason."""
     harness = make_stored(host_blocks=2, write_policy=WritePolicy.WRITE_THROUGH)
     harness.workers.held = True
     other = make_request("other", make_prompt(9, family=3), max_tokens=4)

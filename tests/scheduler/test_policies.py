@@ -1,4 +1,4 @@
-"""The small deciders, one by one: order of waiting, admission, growth, victims, budget."""
+"""The small decisions, one by one: queue order, admission, growth, victims, budget."""
 
 import pytest
 from hypothesis import given
@@ -55,7 +55,7 @@ def test_the_queue_is_by_class_then_preempted_then_arrival() -> None:
 
 
 def test_removing_takes_exactly_that_sequence() -> None:
-    """Any one can leave, from any place; one that is not there is an error."""
+    """Any sequence can leave from any position; an unknown one is an error."""
     queue = WaitingQueue()
     sequences = [make_sequence(arrival, num_preemptions=arrival % 2) for arrival in range(5)]
     for sequence in sequences:
@@ -77,7 +77,7 @@ def test_removing_takes_exactly_that_sequence() -> None:
 def test_admission_leaves_room_for_growth(
     needed: int, available: int, growth: int, admitted: bool
 ) -> None:
-    """Lesson 36: with others running, what they will need is not given away."""
+    """Lesson 36: room that running sequences will need is kept for them."""
     assert admitted == admits(
         num_needed=needed, num_available=available, num_growth=growth, num_running=1
     )
@@ -108,7 +108,7 @@ def test_the_victim_is_the_lowest_priority_before_the_newest() -> None:
 
 
 def test_growth_is_learned_from_finished_outputs() -> None:
-    """The mean moves to what is observed, quickly at first, and follows a change later."""
+    """The mean follows observations, quickly at first, and later follows a change."""
     growth = GrowthEstimate(4, 128)
     for _ in range(10):
         growth.observe(20)
@@ -121,7 +121,8 @@ def test_growth_is_learned_from_finished_outputs() -> None:
 
 
 def test_caution_is_raised_by_preemption_and_decays_otherwise() -> None:
-    """Lesson 36: admission backs off after a preemption, and comes back step by step."""
+    """Lesson 36: admission becomes more careful after a preemption, and returns to normal step
+    by step."""
     growth, sequences = GrowthEstimate(4, 128), [make_sequence(0, most=10_000)]
     calm = growth.num_blocks(sequences)
     growth.raise_caution()
@@ -159,7 +160,7 @@ def test_growth_never_exceeds_what_a_sequence_may_need(
 
 
 def test_a_chunk_takes_what_the_step_has() -> None:
-    """Bounded by what is left of the prompt, of the step, and by the longest chunk allowed."""
+    """Bounded by the rest of the prompt, the rest of the step, and the longest chunk."""
     budget = StepBudget(num_tokens=12, num_places=3, max_chunk=6)
 
     sizes = [budget.spend_chunk(make_sequence(0, prompt=p)).num_tokens for p in (4, 30, 30)]
@@ -190,6 +191,6 @@ def test_a_budget_without_places_has_no_room() -> None:
     ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
-    """Before anything runs, with a sentence that names the setting."""
+    """Before anything runs, with a message that names the setting."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SchedulerConfig(**{"max_model_len": 100, **wrong})  # type: ignore[arg-type]

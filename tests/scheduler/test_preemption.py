@@ -1,4 +1,4 @@
-"""A pool that is too small: who gives way, what is kept, who is admitted, and that it ends."""
+"""A pool that is too small: victims, what is kept, admission, and progress."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tests.scheduler.harness import Harness, expected_tokens, make_prompt, make_
 
 
 def make_crowd(count: int, *, max_tokens: int = 40) -> list[Request]:
-    """Requests that share nothing and grow far beyond their prompts."""
+    """Requests without common prefixes that grow far beyond their prompts."""
     return [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=max_tokens)
         for n in range(count)
@@ -17,7 +17,7 @@ def make_crowd(count: int, *, max_tokens: int = 40) -> list[Request]:
 
 
 def step_until_preempted(harness: Harness) -> int:
-    """Turn the loop until somebody had to give way; in which step that was, from 1."""
+    """Run until a sequence was preempted; return the step, from 1."""
     for step in range(1, 1000):
         harness.step()
         if harness.scheduler.stats().num_preemptions:
@@ -53,8 +53,8 @@ def test_the_lowest_priority_gives_way() -> None:
 
 
 def test_a_prefill_is_never_a_victim() -> None:
-    """Lesson 36: the only decoding sequence gives way itself, though it is the oldest, and
-    the prefill that has the blocks goes on without losing a token."""
+    """Lesson 36: the only decoding sequence is preempted itself, although it is the oldest, and
+    the prefill with the blocks continues without losing a token."""
     harness = Harness(num_blocks=12, settings={"max_num_seqs": 4, "max_batched_tokens": 4})
     harness.add(make_request("old", make_prompt(7), max_tokens=30))
     harness.steps(2)
@@ -81,11 +81,11 @@ def test_what_a_victim_computed_is_committed_and_found_again(depth: int) -> None
     found = harness.cache.match(TokenPath(victim.tokens)).device_blocks
 
     assert num_tokens > 8
-    assert found >= (num_tokens - 1) // 4 - 1  # the needy took one block of its tail
+    assert found >= (num_tokens - 1) // 4 - 1  # the sequence in need took one block of its tail
 
 
 def test_a_victim_is_saved_to_a_lower_tier() -> None:
-    """Lesson 29, the decision: its blocks are planned for offload although no request hit them;
+    """Lesson 29, the blocks of a victim are planned for offload although no request hit them;
     nothing waits for the copy."""
     harness = Harness(num_blocks=20, host_blocks=50)
     harness.add(*make_crowd(3))
@@ -166,7 +166,8 @@ def test_nobody_gives_way_when_a_step_in_flight_makes_room(ends_by: str) -> None
 
 
 def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
-    """Lesson 36: no preempt, admit, preempt: the freed blocks are for those who needed them."""
+    """Lesson 36: no cycle of preemption and admission: the freed blocks go to the sequences
+    that needed them."""
     harness = Harness(num_blocks=20)
     harness.add(*make_crowd(6))
 
@@ -197,8 +198,8 @@ def test_the_reserve_learns_and_preemption_stops() -> None:
 
 
 def test_a_refused_head_leaves_no_trace() -> None:
-    """Lesson 35: the last check and the first are one function, and a refusal gives back
-    what was pinned to find out."""
+    """Lesson 35: the first and the last check are one function, and a refusal releases what was
+    pinned for the check."""
     harness = Harness(num_blocks=20, settings={"max_passes": 0})
     harness.run(make_request("warm", make_prompt(40), max_tokens=1))
     harness.add(make_request("a", make_prompt(32, family=1), max_tokens=30))
@@ -216,7 +217,7 @@ def test_a_refused_head_leaves_no_trace() -> None:
 
 
 def test_shared_blocks_are_counted_once_at_admission() -> None:
-    """Lesson 62: a found block that nobody has leased is not room for other blocks too."""
+    """Lesson 62: a found block without a lease does not also count as room for other blocks."""
     harness = Harness(num_blocks=20)
     harness.run(make_request("warm", make_prompt(41), max_tokens=1))
     harness.add(make_request("a", make_prompt(20, family=1), max_tokens=8))
@@ -231,7 +232,7 @@ def test_shared_blocks_are_counted_once_at_admission() -> None:
 
 
 def test_a_blocked_head_is_passed_a_bounded_number_of_times() -> None:
-    """A small request passes a blocked big one, `max_passes` times; then nothing does."""
+    """A small request passes a blocked large one, `max_passes` times; then none does."""
     harness = Harness(num_blocks=20, settings={"max_passes": 3, "max_num_seqs": 8})
     harness.add(make_request("a", make_prompt(48), max_tokens=20))
     harness.step()
@@ -253,7 +254,7 @@ def test_a_blocked_head_is_passed_a_bounded_number_of_times() -> None:
 def test_no_more_blocked_sequences_are_looked_past_than_allowed(
     lookahead: int, passes: bool
 ) -> None:
-    """A step's cost is bounded however many wait."""
+    """The cost of a step is bounded, however many sequences wait."""
     harness = Harness(num_blocks=20, settings={"lookahead": lookahead})
     harness.add(make_request("a", make_prompt(48), max_tokens=20))
     harness.step()
@@ -266,7 +267,7 @@ def test_no_more_blocked_sequences_are_looked_past_than_allowed(
 
 
 def test_nothing_passes_a_preempted_sequence() -> None:
-    """It had its turn and lost it; small newcomers must not keep it out."""
+    """It was already running; small new requests must not keep it out."""
     harness = Harness(num_blocks=20)
     harness.add(*make_crowd(3))
     step_until_preempted(harness)
@@ -286,9 +287,10 @@ def test_nothing_passes_a_preempted_sequence() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_constant_preemption_changes_no_token(depth: int, caching: bool) -> None:
-    """Many long outputs in a pool that holds hardly more than one: all end, exactly."""
+    """Many long outputs in a pool that holds little more than one: all end with exact
+    tokens."""
     rng = np.random.default_rng(depth)
-    # Four in five are short, so that the reserve for growth is always too small.
+    # Four of five are short, so that the reserve for growth is always too small.
     requests = [
         make_request(
             f"r{n}",

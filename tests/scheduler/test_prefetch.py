@@ -1,4 +1,5 @@
-"""Sessions that said when they return are on the device by then, if nobody else needs the room."""
+"""Sessions with an announced return are on the device in time, unless other requests need the
+room."""
 
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ def settle(engine):
 
 
 def park(engine, in_s=10.0):
-    """A session that returns in ten seconds, and others that push it off the device."""
+    """A session that returns in ten seconds, and others that evict it from the device."""
     hint = Hint(returns_in_s=in_s)
     ask(engine, "first", PROMPT, session_id="s", cache_hint=hint)
     for other in range(4):
@@ -56,7 +57,7 @@ def move_to(engine, at_s):
 
 
 def test_a_parked_session_is_back_when_it_is_expected():
-    """From the host to the device two seconds before; its next turn waits for nothing."""
+    """From the host to the device two seconds before; its next turn does not wait."""
     engine = make_engine()
     park(engine)
     move_to(engine, 7.9)
@@ -71,7 +72,7 @@ def test_a_parked_session_is_back_when_it_is_expected():
 
 
 def test_an_idle_engine_sleeps_until_a_session_is_due():
-    """The loop is told when to wake up, and not kept busy meanwhile."""
+    """The loop gets a wake-up time and is not busy meanwhile."""
     engine = make_engine()
     park(engine)
 
@@ -82,7 +83,7 @@ def test_an_idle_engine_sleeps_until_a_session_is_due():
 
 
 def test_a_session_comes_up_from_storage_in_two_steps():
-    """Storage to host, host to device, without anybody asking for it."""
+    """Storage to host, then host to device, without a request."""
     engine = make_engine(host_blocks=8, storage=make_storage(4))
     park(engine)
     move_to(engine, 8.1)
@@ -92,7 +93,7 @@ def test_a_session_comes_up_from_storage_in_two_steps():
 
 
 def test_nothing_is_brought_up_for_a_session_that_is_over():
-    """One that was closed, or came back already, is expected no longer."""
+    """A session that was closed, or has already returned, is not expected any more."""
     engine = make_engine()
     park(engine)
     engine.core.close_session("s", "")
@@ -103,7 +104,7 @@ def test_nothing_is_brought_up_for_a_session_that_is_over():
 
 
 def test_a_setting_turns_it_off():
-    """Then hints still count for eviction, and nothing is moved because of them."""
+    """Then hints still count for eviction, but cause no loads."""
     engine = make_engine(settings={"prefetch_sessions": False})
     park(engine)
     move_to(engine, 11.0)
@@ -113,8 +114,8 @@ def test_a_setting_turns_it_off():
 
 
 def test_nothing_is_brought_up_while_somebody_waits_for_room():
-    """Those who are here come before those who are expected: the session is tried again until
-    its time, and finds its blocks on the host if there never was room."""
+    """Waiting requests come before expected sessions. The session is tried again until its
+    time, and finds its blocks on the host if there was never room."""
     engine = make_engine(settings={"max_num_seqs": 1})
     park(engine)
     engine.clock.advance(8.1 - engine.clock.now())
@@ -156,7 +157,7 @@ def test_little_is_on_its_way_at_once():
 
 
 def turn_and_copy(engine):
-    """Until nothing is to be done, with every copy carried out on the way."""
+    """Run until nothing is to be done, with every copy executed."""
     while engine.core.has_work or engine.scheduler.num_copies:
         settle(engine)
         for job in list(engine.copier.pending):
@@ -164,7 +165,7 @@ def turn_and_copy(engine):
 
 
 def test_a_load_that_fails_leaves_the_session_where_it_is():
-    """Lesson 24: nothing is tried for ever, and the next turn is served all the same."""
+    """Lesson 24: nothing is retried for ever, and the next turn is served in any case."""
     engine = make_engine(held=True)
     engine.core.add(
         replace(

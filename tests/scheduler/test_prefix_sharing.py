@@ -28,7 +28,7 @@ def test_a_newcomer_waits_for_the_prefix_and_then_finds_it(depth: int) -> None:
 
 
 def test_all_sequences_waiting_for_one_prefix_start_together() -> None:
-    """Lesson 26: no convoy: one computes, then all others start in one step."""
+    """Lesson 26: one computes, then all others start in one step."""
     harness = Harness(num_blocks=200, settings={"max_num_seqs": 32, "max_batched_tokens": 64})
     harness.add(*(make_request(f"r{n}", [*make_prompt(40), n]) for n in range(20)))
 
@@ -39,7 +39,7 @@ def test_all_sequences_waiting_for_one_prefix_start_together() -> None:
 
 
 def test_too_little_in_flight_is_not_worth_a_wait() -> None:
-    """Below the least number of blocks a newcomer computes for itself."""
+    """With fewer blocks than the minimum, a new request computes them itself."""
     harness = Harness(
         settings={**CHUNKED, "max_batched_tokens": 64, "prefix_wait_min_blocks": 6}
     )
@@ -51,7 +51,7 @@ def test_too_little_in_flight_is_not_worth_a_wait() -> None:
 
 
 def test_a_prefix_wait_ends_when_the_computing_sequence_is_aborted() -> None:
-    """It goes on with what was committed, and computes the rest."""
+    """It continues with the committed blocks and computes the rest."""
     harness = Harness(settings=CHUNKED)
     source, waiter = make_request("a", make_prompt(40)), make_request("b", make_prompt(42))
     harness.add(source, waiter)
@@ -67,7 +67,7 @@ def test_a_prefix_wait_ends_when_the_computing_sequence_is_aborted() -> None:
 
 
 def test_a_prefix_wait_ends_at_its_deadline() -> None:
-    """Every wait has an end, also when the source is slow; it does not wait a second time."""
+    """Every wait has an end, even if the source is slow; a sequence waits only once."""
     harness = Harness(
         settings={**CHUNKED, "long_prefill_tokens": 4, "prefix_wait_timeout_s": 2.5 * STEP_S}
     )
@@ -82,7 +82,7 @@ def test_a_prefix_wait_ends_at_its_deadline() -> None:
 
 
 def test_no_sequence_waits_for_a_waiting_sequence() -> None:
-    """Whatever a match says: only one that runs, and so has its slots, is worth waiting for."""
+    """A sequence waits only for one that runs and therefore has its slots."""
     harness = Harness(settings=CHUNKED)
     harness.add(make_request("a", make_prompt(40)), make_request("b", make_prompt(42)))
     first, second = harness.scheduler._table.waiting
@@ -112,7 +112,8 @@ def test_a_prefix_wait_ends_when_the_computing_sequence_is_preempted() -> None:
 
 
 def test_a_prefix_wait_ends_after_a_reset() -> None:
-    """What they waited for became unfindable; they compute it, and no request hangs."""
+    """The awaited blocks became unfindable; the sequences compute them, and every request
+    ends."""
     harness = Harness(settings=CHUNKED)
     waiter = make_request("b", make_prompt(42))
     harness.add(make_request("a", make_prompt(40)), waiter)

@@ -1,4 +1,4 @@
-"""Who waits, in what order, and that a long line costs a step nothing."""
+"""The waiting queue: its order, and that a long queue costs a step nothing."""
 
 import sys
 import tracemalloc
@@ -31,7 +31,7 @@ PLACES = st.tuples(st.integers(-1, 1), st.integers(0, 1))
 
 @given(st.lists(PLACES, max_size=20), st.data())
 def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
-    """Whoever comes and goes, in whatever order: as if the line were sorted each time."""
+    """For any order of arrivals and departures: as if the queue were sorted each time."""
     queue, model = WaitingQueue(), []
     for arrival, (priority, preempted) in enumerate(places):
         sequence = make_sequence(priority, arrival, preempted)
@@ -54,7 +54,8 @@ def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
 
 @given(st.lists(st.booleans(), max_size=12))
 def test_the_one_just_given_may_leave(leaves) -> None:
-    """Admission walks the line and takes from it; nobody is met twice, nobody is missed."""
+    """Admission iterates over the queue and removes from it; no sequence is seen twice or
+    missed."""
     queue = WaitingQueue()
     everyone = [make_sequence(0, arrival, 0) for arrival in range(len(leaves))]
     for sequence in everyone:
@@ -71,7 +72,7 @@ def test_the_one_just_given_may_leave(leaves) -> None:
 
 
 def cost_of_step(harness: Harness) -> tuple[int, int]:
-    """Function calls, and the most bytes that were taken, in one turn of the loop."""
+    """Function calls, and the most bytes allocated, in one turn of the loop."""
     num_calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -90,7 +91,7 @@ def cost_of_step(harness: Harness) -> tuple[int, int]:
 
 
 def make_line(kind: str, num_waiting: int) -> Harness:
-    """A harness in which eight run, with a long line of one kind behind them."""
+    """A harness with eight running sequences, and a long queue of one kind behind them."""
     places = 8 if kind == "full" else 16
     limits = {"max_num_seqs": places, "max_batched_tokens": 16, "long_prefill_tokens": 4}
     harness = Harness(num_blocks=256, settings=limits)
@@ -110,9 +111,10 @@ def make_line(kind: str, num_waiting: int) -> Harness:
 
 @pytest.mark.parametrize("kind", ["full", "blocked", "following"])
 def test_a_step_costs_the_same_however_many_wait(kind: str) -> None:
-    """Per-step cost is in running sequences: a line 30 times as long is neither walked nor
-    copied, whether it waits for a place, for room, or for somebody's prefix."""
-    cost_of_step(make_line(kind, 10))  # the first time, things are made that stay
+    """The cost of a step depends on running sequences: a queue 30 times as long is neither
+    scanned nor copied, whether it waits for a place, for room, or for another sequence's
+    prefix."""
+    cost_of_step(make_line(kind, 10))  # the first time, objects are created that stay
     short, long = (cost_of_step(make_line(kind, count)) for count in (100, 3000))
 
     assert abs(long[0] - short[0]) < 100  # calls; 2900 more wait
@@ -120,8 +122,8 @@ def test_a_step_costs_the_same_however_many_wait(kind: str) -> None:
 
 
 def test_those_who_wait_for_others_are_looked_past_only_so_far() -> None:
-    """Beyond four for each place the line is left alone; when they have what they waited for,
-    everybody is served."""
+    """Beyond four for each place the queue is not examined; when their prefix is ready, all are
+    served."""
     harness = make_line("following", 100)
 
     assert harness.scheduler.stats().num_prefix_waits == 64

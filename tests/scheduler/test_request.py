@@ -1,4 +1,4 @@
-"""`SamplingParams` refuses what no engine can work with, whoever made it."""
+"""`SamplingParams` refuses invalid values of any caller."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ from headwater.types import RequestId
 
 @pytest.mark.parametrize("name", [name for name in BOUNDS if name != "logit_bias"])
 def test_numbers_outside_their_bounds_are_refused(name):
-    """Below, above, infinite and not a number; the sentence names the field."""
+    """Below, above, infinite and NaN; the message names the field."""
     least, most = BOUNDS[name]
     for value in (least - 0.1, most + 0.1, math.inf, -math.inf, math.nan):
         asked: dict[str, Any] = {name: value}
@@ -72,14 +72,14 @@ def test_what_cannot_work_is_a_sentence(asked, sentence):
     ],
 )
 def test_a_value_of_another_kind_is_named(name, value):
-    """Lesson 68: not a TypeError from somewhere inside, but a sentence with the field in it."""
+    """Lesson 68: not a TypeError from inside, but a message with the field."""
     asked: dict[str, Any] = {name: value}
     with pytest.raises(RequestError, match=f"^{name} must be "):
         SamplingParams(**asked)
 
 
 def test_numbers_may_be_numpys():
-    """What comes out of an array is a number too."""
+    """A number from an array is a number too."""
     asked: dict[str, Any] = {
         "max_tokens": np.int64(4),
         "temperature": np.float32(0.5),
@@ -89,7 +89,7 @@ def test_numbers_may_be_numpys():
 
 
 def test_nearly_greedy_is_greedy():
-    """Below the least temperature the likeliest token is taken."""
+    """Below the smallest temperature the most likely token is chosen."""
     assert SamplingParams(temperature=0.0).is_greedy
     assert SamplingParams(temperature=LEAST_TEMPERATURE / 2).is_greedy
     assert not SamplingParams(temperature=LEAST_TEMPERATURE).is_greedy
@@ -107,7 +107,7 @@ def resumed_request(num_resumed_tokens, *, num_tokens=8, max_tokens=10):
 
 @pytest.mark.parametrize(("num_resumed_tokens", "max_tokens"), [(-1, 5), (4, 5), (3, 3)])
 def test_no_more_can_be_said_than_there_is_or_may_be(num_resumed_tokens, max_tokens):
-    """Of tokens that exist already; the rest has at least one token."""
+    """Resumed tokens cannot exceed the tokens or the limit; at least one token must be left."""
     with pytest.raises(RequestError, match="output"):
         length_end(
             resumed_request(num_resumed_tokens, num_tokens=3, max_tokens=max_tokens), 100
@@ -115,6 +115,6 @@ def test_no_more_can_be_said_than_there_is_or_may_be(num_resumed_tokens, max_tok
 
 
 def test_what_was_said_counts_towards_the_length():
-    """Three of ten tokens exist: seven more."""
+    """Three of ten tokens exist, so seven more are generated."""
     assert length_end(resumed_request(3), 100) == 15
     assert length_end(resumed_request(3), 12) == 12

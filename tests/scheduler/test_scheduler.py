@@ -11,7 +11,8 @@ from tests.scheduler.harness import Harness, expected_tokens, make_prompt, make_
 
 
 def test_decodes_run_before_chunks_and_chunks_before_newcomers() -> None:
-    """Running first: a decode never waits for a prompt, nor a prompt for a newer one."""
+    """Running sequences come first: a decode never waits for a prompt, nor a prompt for a newer
+    one."""
     harness = Harness(settings={"max_num_seqs": 4, "max_batched_tokens": 10})
     harness.add(make_request("a", make_prompt(4)))
     harness.step()
@@ -39,7 +40,7 @@ def test_no_step_computes_more_than_its_tokens_and_sequences() -> None:
 
 
 def test_a_long_prompt_leaves_tokens_for_a_short_one() -> None:
-    """With a longest chunk, a short prompt behind a long one starts in the same step."""
+    """With a longest chunk, a short prompt after a long one starts in the same step."""
     harness = Harness(
         settings={"max_batched_tokens": 64, "max_num_seqs": 8, "long_prefill_tokens": 16}
     )
@@ -73,7 +74,7 @@ def test_the_batch_says_where_everything_is() -> None:
 
 
 def test_a_second_step_in_flight_carries_the_token() -> None:
-    """At depth 2 a decode's input is named by its row in the batch before, once it is unknown."""
+    """At depth 2 an unknown input of a decode is given by its row in the previous batch."""
     harness = Harness(depth=2, settings={"max_num_seqs": 2, "max_batched_tokens": 30})
     harness.add(make_request("a", make_prompt(5)), make_request("b", make_prompt(7, family=1)))
 
@@ -96,7 +97,8 @@ def test_a_known_length_schedules_no_useless_row(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stop_token_ends_the_output_and_drops_what_was_in_flight(depth: int) -> None:
-    """The row that a second step already had for it brings nothing, and its slots come back."""
+    """The row that a second step already has for it gives nothing, and its slots are
+    returned."""
     free = make_request("a", make_prompt(6), max_tokens=30)
     stop = expected_tokens(free)[4]
     first = expected_tokens(free).index(stop)
@@ -126,7 +128,7 @@ def test_end_of_sequence_stops_unless_ignored() -> None:
 
 
 def test_no_stop_before_min_tokens() -> None:
-    """An end id chosen too early by a careless runner does not end the output."""
+    """An end id that a wrong runner samples too early does not end the output."""
     eos = tuple(range(40))
     harness = Harness(settings={"eos_token_ids": eos})
 
@@ -160,7 +162,7 @@ def test_the_pool_ends_an_output_that_fills_it(depth: int) -> None:
 
 
 def test_what_can_never_be_served_is_refused_at_once() -> None:
-    """Too long, empty, without output, or named like one that runs; nothing is kept of it."""
+    """Too long, empty, without output, or with the id of a running request; nothing is kept."""
     harness = Harness(num_blocks=4, settings={"max_model_len": 100})
     harness.add(make_request("a", make_prompt(16)))
 
@@ -205,7 +207,7 @@ def test_a_block_is_found_only_after_its_step_was_collected(depth: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_the_token_chosen_last_is_never_published(max_tokens: int) -> None:
-    """Lesson 41: its KV is not written, also when it would fill a block."""
+    """Lesson 41: its KV is not written, even if it would fill a block."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(7), max_tokens=max_tokens))
     tokens = np.array([*make_prompt(7), *harness.outputs["a"]], dtype=np.int32)
@@ -226,7 +228,7 @@ def test_output_caching_off_publishes_prompts_only() -> None:
 
 
 def test_prefix_caching_off_never_matches_nor_commits() -> None:
-    """Nothing is cached, asked for, or counted; usage says why."""
+    """Nothing is cached, looked up or counted; the usage has the reason."""
     harness = Harness(settings={"prefix_caching": False})
 
     harness.run(make_request("a", make_prompt(20)))
@@ -252,7 +254,8 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
 
 def test_a_full_hit_computes_the_last_block_only() -> None:
-    """Something must be computed to choose a token: the block of the last token, no more."""
+    """At least one token must be computed to sample the next: only the block of the last
+    token."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(20), max_tokens=1))
     before = harness.runner.num_tokens
@@ -265,7 +268,7 @@ def test_a_full_hit_computes_the_last_block_only() -> None:
 
 
 def test_usage_is_on_the_first_output_only() -> None:
-    """Prompt tokens by where they came from, and the reason why not more were found."""
+    """Prompt tokens by source, and the reason why not more were found."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(20)))
 
@@ -298,7 +301,7 @@ def test_priority_runs_first_and_arrival_decides_among_equals() -> None:
 
 
 def test_pause_admits_nobody_and_aborts_still_work() -> None:
-    """Lesson 58: a pause stops admission only; the loop goes on and running requests end."""
+    """Lesson 58: a pause stops only admission; the loop continues and running requests end."""
     harness = Harness()
     harness.add(make_request("a", make_prompt(5)))
     harness.step()
@@ -339,7 +342,7 @@ def test_preempted_sequences_resume_while_paused(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_reset_under_load_forgets_and_disturbs_nobody(depth: int) -> None:
-    """Lesson 59: running sequences go on with their blocks; nothing old is found afterwards."""
+    """Lesson 59: running sequences keep their blocks; nothing old is found afterwards."""
     requests = [
         make_request(f"r{n}", make_prompt(20, family=n), max_tokens=20) for n in range(3)
     ]
@@ -376,7 +379,7 @@ def test_abort_is_idempotent_and_returns_every_slot(depth: int, step: int) -> No
 
 
 def test_a_name_can_be_used_again_at_once_after_an_abort() -> None:
-    """Also while the first one's step is still in flight; results do not mix."""
+    """Also while its first step is still in flight; results do not mix."""
     harness = Harness(depth=2)
     harness.add(make_request("a", make_prompt(9)))
     harness.step()
@@ -394,7 +397,7 @@ def test_a_name_can_be_used_again_at_once_after_an_abort() -> None:
 
 
 def test_steps_are_taken_in_in_order() -> None:
-    """A result of another step, or a third step in flight, is a broken invariant."""
+    """A result of another step, or a third step in flight, violates an invariant."""
     harness = Harness()
     harness.add(make_request("a", make_prompt(4)))
     harness.scheduler.schedule(now=0.0)
@@ -408,7 +411,7 @@ def test_steps_are_taken_in_in_order() -> None:
 
 
 def test_logprobs_come_with_their_tokens() -> None:
-    """One entry a token, where asked for."""
+    """One entry per token, if requested."""
     harness = Harness()
 
     harness.run(

@@ -12,7 +12,7 @@ PER_STEP = 2 * COUNT // 4
 
 
 def make_harness(depth: int = 1) -> tuple[Harness, list[Request]]:
-    """As many sequences of equal length, all decoding, with their prompts committed."""
+    """This many sequences of equal length, all decoding, with committed prompts."""
     harness = Harness(
         num_blocks=4 * COUNT,
         depth=depth,
@@ -32,7 +32,7 @@ def num_cached(harness: Harness) -> int:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_step_commits_many_times_what_fills_in_an_average_step(depth: int) -> None:
-    """All sequences fill their second block in one step, and it is found a few steps later."""
+    """All sequences fill their second block in one step; it is found a few steps later."""
     harness, requests = make_harness(depth)
     assert num_cached(harness) == COUNT, "whole blocks of prompts are committed at once"
     counts = [num_cached(harness)]
@@ -50,7 +50,7 @@ def test_no_step_commits_many_times_what_fills_in_an_average_step(depth: int) ->
 
 
 def test_a_sequence_that_is_aborted_commits_what_is_due() -> None:
-    """A client that leaves does not lose blocks that were computed."""
+    """A client that disconnects does not lose computed blocks."""
     harness, requests = make_harness()
     while num_cached(harness) == COUNT:
         harness.step()

@@ -53,7 +53,7 @@ def make_lookup(job: int) -> Lookup:
 
 
 class MoverHarness:
-    """A mover whose executors wait to be told."""
+    """A mover whose executors work when the test says so."""
 
     def __init__(self) -> None:
         runner = EchoRunner(num_blocks=8, block_tokens=4)
@@ -74,7 +74,7 @@ class MoverHarness:
 
 
 def test_each_job_has_one_outcome():
-    """Lesson 20: started is not done; done is told once, and counted once."""
+    """Lesson 20: started is not done; the end is reported once and counted once."""
     harness = MoverHarness()
     harness.start(make_promotion(1), make_promotion(2))
     assert harness.take() == []
@@ -93,7 +93,8 @@ def test_each_job_has_one_outcome():
 
 
 def test_a_deadline_then_quiet():
-    """Lesson 50: after TIMED_OUT the job's slots wait for QUIET, whatever it says by then."""
+    """Lesson 50: after TIMED_OUT the job's slots stay quarantined until QUIET, whatever it
+    reports meanwhile."""
     harness = MoverHarness()
     harness.start(make_promotion(1))
     assert [harness.mover.wake_s] == [1.0]
@@ -111,7 +112,8 @@ def test_a_deadline_then_quiet():
 
 
 def test_a_task_that_no_thread_began_is_quiet_at_once():
-    """Lesson 17: nobody waits for a worker that will not answer, and it never begins."""
+    """Lesson 17: no caller waits for a worker that will not answer, and the task never
+    begins."""
     harness = MoverHarness()
     harness.start(make_write(1))
     harness.clock.advance(2.0)
@@ -138,7 +140,7 @@ def test_a_begun_write_is_quiet_when_it_returns():
 
 
 def test_a_lookup_is_answered_or_given_up():
-    """It holds nothing, so a late answer is nobody's."""
+    """It holds nothing, so a late answer is ignored."""
     harness = MoverHarness()
     first, late = make_lookup(1), make_lookup(2)
     (keys,) = first.runs()
@@ -187,7 +189,7 @@ def test_a_completion_of_nothing_is_ignored():
 
 
 def test_an_executor_may_time_out_by_itself():
-    """A backend that gave up waiting says so before it is quiet; told once."""
+    """A backend that stopped waiting reports it before it is quiet; reported once."""
     harness = MoverHarness()
     harness.start(make_promotion(1))
     harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
@@ -201,7 +203,7 @@ def test_an_executor_may_time_out_by_itself():
 
 
 def test_without_tiers_no_plan_may_need_them():
-    """A plan that nobody can carry out is our mistake, found at once."""
+    """A plan that cannot be executed is a bug, and is detected at once."""
     with pytest.raises(InvariantError, match="host tier"):
         Mover().start([make_promotion(1)], now=0.0)
     with pytest.raises(InvariantError, match="storage"):
@@ -209,7 +211,7 @@ def test_without_tiers_no_plan_may_need_them():
 
 
 def test_a_rate_comes_from_jobs_that_ended_well():
-    """What failed says nothing about speed."""
+    """Failed jobs say nothing about speed."""
     harness = MoverHarness()
     harness.start(make_promotion(1))
     report = harness.copier.pending.pop(JobId(1))[1]
@@ -221,7 +223,7 @@ def test_a_rate_comes_from_jobs_that_ended_well():
 
 
 def test_closing_twice_is_safe():
-    """Nothing is waited for."""
+    """Closing waits for nothing."""
     harness = MoverHarness()
     harness.start(make_promotion(1))
 
@@ -232,6 +234,6 @@ def test_closing_twice_is_safe():
 
 
 def test_a_timeout_of_nothing_is_refused():
-    """Every wait has an end, and a beginning."""
+    """Every timeout must be positive."""
     with pytest.raises(ConfigError, match="read_timeout_s"):
         TransferConfig(read_timeout_s=0)

@@ -1,4 +1,4 @@
-"""The host slab, and what a block's bytes are."""
+"""The host slab, and the layout of a block."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ def resident_bytes() -> int:
 
 
 def test_a_block_is_all_layers_keys_and_values():
-    """Lesson 27: whatever belongs to a block is counted once, in its layout."""
+    """Lesson 27: everything that belongs to a block is counted once, in its layout."""
     assert LAYOUT.block_bytes == 4 * 2 * 64 * 2 * 16 * 2
     assert replace(LAYOUT, planes=1).block_bytes * 2 == LAYOUT.block_bytes
 
@@ -34,7 +34,7 @@ def test_another_layout_is_another_format(change):
 
 
 def test_a_huge_slab_opens_at_once():
-    """No page is touched before somebody writes to it."""
+    """No page is allocated before it is written."""
     before = resident_bytes()
 
     slab = HostSlab(1024, 1 << 20)
@@ -65,6 +65,6 @@ def test_views_and_rows_are_the_same_memory():
 
 
 def test_more_memory_than_there_is_is_the_operators_mistake():
-    """Lesson 61: said at start, with the size."""
+    """Lesson 61: reported at start, with the size."""
     with pytest.raises(ConfigError, match="more memory than there is"):
         HostSlab(1 << 30, 1 << 30)

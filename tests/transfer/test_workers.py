@@ -1,4 +1,4 @@
-"""Storage threads: calls that block, hang, lie or break hold up nobody."""
+"""Storage threads: calls that block, hang, fail or give wrong answers delay nothing else."""
 
 import threading
 
@@ -49,7 +49,7 @@ def make_write(job: int, slots: list[int]) -> OffloadJob:
 
 
 class Blocking(MemoryStorage):
-    """Writes wait for a gate; what a call is to do instead can be set."""
+    """Writes wait for a gate; the result of a call can be set."""
 
     def __init__(self) -> None:
         super().__init__(MemoryConfig(), FORM)
@@ -76,7 +76,7 @@ class WorkersHarness:
         self.mover = Mover(None, self.workers, TransferConfig())
 
     def outcomes(self, count: int) -> dict[int, tuple[JobStatus, int]]:
-        """The next `count` outcomes, slept for in the system."""
+        """Wait for the next `count` outcomes and return them."""
         found: dict[int, tuple[JobStatus, int]] = {}
         while len(found) < count:
             self.mover.completions.wait(10)
@@ -101,7 +101,7 @@ def make_lookup(job: int, *paths: list[int]) -> Lookup:
 
 @pytest.mark.parametrize("error", [None, StorageError("gone"), StorageTimeout("late")])
 def test_a_lookup_is_one_call(harness, error):
-    """Lesson 25: one call and one end, of however many paths, also when the call fails."""
+    """Lesson 25: one call and one outcome for any number of paths, also when the call fails."""
     asked = []
 
     def contains(runs, *, timeout_s):
@@ -123,7 +123,7 @@ def test_a_lookup_is_one_call(harness, error):
 
 
 def test_blocks_go_there_and_come_back(harness):
-    """Lesson 40: straight from one slot into another, nothing repacked; twice moves nothing."""
+    """Lesson 40: directly from one slot into another; writing again moves nothing."""
     harness.storage.gate.set()
     for slot in range(3):
         harness.slab.rows[slot] = slot + 1
@@ -142,7 +142,7 @@ def test_blocks_go_there_and_come_back(harness):
 
 
 def test_a_write_that_blocks_delays_no_read(harness):
-    """Lesson 13: the loop goes on, and so do the other kinds of calls."""
+    """Lesson 13: the loop and other kinds of calls continue."""
     harness.mover.start([make_write(n, [0]) for n in range(10)], now=0.0)
     harness.storage.begun.wait()
 
@@ -154,7 +154,7 @@ def test_a_write_that_blocks_delays_no_read(harness):
 
 
 def test_a_damaged_block_shortens_the_hit(harness):
-    """Lesson 44: the leading whole blocks count, and what is wrong is named."""
+    """Lesson 44: the complete leading blocks count, and the reason is counted."""
     harness.storage.gate.set()
     harness.mover.start([make_write(1, [0, 1, 2])], now=0.0)
     harness.outcomes(1)
@@ -187,7 +187,7 @@ def test_a_refused_write_counts_what_was_stored(harness):
     ],
 )
 def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
-    """Lesson 24: counted by its reason; the thread lives on and takes the next."""
+    """Lesson 24: counted by its reason; the thread continues with the next task."""
     harness.storage.gate.set()
     harness.storage.error = error
     harness.mover.start([make_write(1, [0])], now=0.0)
@@ -201,7 +201,7 @@ def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
 
 
 def test_a_backend_that_is_not_quiet_keeps_the_slots(harness):
-    """Lesson 50: TIMED_OUT first; QUIET only when nothing of it can touch the slots any more."""
+    """Lesson 50: TIMED_OUT first; QUIET only when it cannot touch the slots any more."""
     quiet = threading.Event()
     harness.storage.gate.set()
     harness.storage.error = StorageTimeout("late", quiet=quiet)
@@ -222,7 +222,7 @@ WRONG_ANSWERS = [
 
 @pytest.mark.parametrize(("method", "answer"), WRONG_ANSWERS)
 def test_a_wrong_answer_of_a_plug_in_is_a_miss(harness, method, answer):
-    """Whatever a backend returns, the loop gets a job that failed, and the reason is counted."""
+    """For any answer of a backend, the loop gets a failed job, and the reason is counted."""
     setattr(harness.storage, method, lambda *_, **__: answer)
     plan = make_lookup(1, [1, 2]) if method == "contains" else make_read(1, [0])
 
@@ -235,7 +235,7 @@ def test_a_wrong_answer_of_a_plug_in_is_a_miss(harness, method, answer):
 
 @pytest.mark.parametrize("answer", [[], [BlockWrite.WRITTEN] * 2, [0], ["written"], None])
 def test_a_wrong_answer_of_a_write_is_a_failed_write(harness, answer):
-    """No block counts as stored that the backend did not clearly report."""
+    """A block counts as stored only if the backend clearly reported it."""
     harness.storage.write = lambda *_, **__: answer
 
     harness.mover.start([make_write(1, [0])], now=0.0)
