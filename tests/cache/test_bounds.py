@@ -14,6 +14,7 @@ from headwater.cache import (
     TieredCache,
     TokenPath,
 )
+from headwater.errors import InvariantError
 from headwater.types import RequestId, Tier, WritePolicy
 from tests.cache.make import (
     begin,
@@ -206,6 +207,45 @@ def test_evicted_sessions_keep_no_tokens():
     entries = list(cache._sessions)
     assert len(entries) == 200
     assert len({entry.node for entry in entries}) <= 9
+
+
+def test_check_notices_every_bound_that_is_broken(monkeypatch):
+    """Nodes only in storage, the write queue, sessions and ghosts; each break is a sentence."""
+    stored = make_stored(max_stored_nodes=1)
+    for number in range(3):
+        serve(stored, make_path(number))
+        write_down(stored)
+    monkeypatch.setattr(stored._evictor, "bound_stored", lambda: None)
+    stored.reset()
+    for number in range(3):
+        plan = stored.plan_lookup([(make_path(number), 1)])
+        outcome = JobOutcome(job=plan.job, status=JobStatus.DONE, found=(1,))
+        stored.finish_job(outcome, now=0.0)
+    with pytest.raises(InvariantError, match="3 nodes only in storage, max 1"):
+        stored.check()
+
+    queued = make_stored()
+    serve(queued, make_path(1))
+    monkeypatch.setattr(queued._writes, "discard", lambda nodes, tier: None)
+    queued.free(queued.take(4, now=0.0))
+    with pytest.raises(InvariantError, match="the write queue has a node without blocks"):
+        queued.check()
+
+    forgetful = make_cache(2, max_ghosts=4)
+    monkeypatch.setattr(forgetful._ghosts, "_half", 1000)
+    for number in range(9):
+        serve(forgetful, make_path(number))
+    with pytest.raises(InvariantError, match="7 ghosts are remembered, max 4"):
+        forgetful.check()
+
+    talkative = make_cache(4)
+    path = make_path(1)
+    lease, held = begin(talkative, path)
+    talkative.commit(lease, path, held, now=0.0)
+    talkative.release(lease, now=0.0, finished=FinishedRequest(4, 0, "s"))
+    monkeypatch.setattr("headwater.cache.audit.MAX_SESSIONS", 0)
+    with pytest.raises(InvariantError, match="1 sessions are remembered, max 0"):
+        talkative.check()
 
 
 def test_a_session_whose_end_was_evicted_continues_with_what_is_left():

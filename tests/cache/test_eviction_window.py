@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.cache import CacheConfig, FinishedRequest
+from headwater.cache import CacheConfig, FinishedRequest, JobOutcome, JobStatus
 from headwater.errors import ConfigError
 from headwater.types import EMPTY, Tier, WritePolicy
 from tests.cache.make import (
@@ -66,6 +66,21 @@ def test_device_and_host_hold_different_blocks_when_both_are_full():
 
     found = [sum(blocks_by_tier(cache, make_path(number + 1))) for number in range(8)]
     assert found.count(1) >= 7  # one slot of the host is kept for the next victim
+
+
+def test_a_next_victim_whose_write_failed_is_not_written_again_before_it_is_used():
+    """A broken host tier does not keep the loop busy with the same write."""
+    cache = make_cache(
+        3, host_blocks=4, write_policy=WritePolicy.WRITE_BACK, write_ahead_blocks=2
+    )
+    serve(cache, make_path(1))
+    serve(cache, make_path(2))
+    (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
+    cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.FAILED), now=0.0)
+
+    serve(cache, make_path(3))  # the window moves on, and the first victim is still inside
+    (other,) = cache.plan_offloads(limit_blocks=9, now=0.0)
+    assert other.source_slots.tolist() != plan.source_slots.tolist()
 
 
 def test_a_committed_block_fills_a_free_host_slot_but_evicts_nothing():

@@ -203,6 +203,24 @@ def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
     cache.check()
 
 
+def test_a_path_whose_load_timed_out_is_not_the_next_victim():
+    """It was just asked for, so a path that was used before it is evicted first."""
+    cache = make_demoted()
+    cache.finish_job(
+        done(cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=1, now=0.0)), now=0.0
+    )
+    serve(cache, make_path(9))
+    write_down(cache)
+    plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    assert plan.num_blocks == 1
+
+    cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT), now=0.0)
+    assert cache.take(2, now=0.0) is not None
+
+    assert blocks_by_tier(cache, make_path(1, 2)) == (1, 1, 0)
+    assert blocks_by_tier(cache, make_path(9)) == (0, 1, 0)
+
+
 def test_a_timed_out_write_to_storage_keeps_its_source():
     """Lesson 50: until its executor is quiet, the source bytes stay unchanged; otherwise
     another block would be stored under this key."""

@@ -1,5 +1,7 @@
 """Memory of this process over time: samples, and whether they grow."""
 
+import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -20,8 +22,9 @@ class MemorySamples:
     """Seconds, objects and blocks of the Python heap, and resident bytes; at most 600 rows."""
 
     def __init__(self) -> None:
-        # One array from the start: a growing list would be part of the measured growth.
-        self._rows = np.zeros((_MAX_SAMPLES, 4))
+        # One array from the start, with all its pages written: a list that grows, or pages that
+        # become resident with the first sample in them, would be the growth that is measured.
+        self._rows = np.full((_MAX_SAMPLES, 4), -1.0)
         self._count = 0
         self._every = 1
         self._num_calls = 0
@@ -32,8 +35,8 @@ class MemorySamples:
         return self._rows[: self._count]
 
     def add(self, now_s: float) -> None:
-        """Take a sample, after a full collection. When there are many, every second one is kept
-        and samples are taken half as often."""
+        """Take a sample, after a full collection and with unused memory given back. When there are
+        many, every second one is kept and samples are taken half as often."""
         self._num_calls += 1
         if self._num_calls % self._every:
             return
@@ -42,6 +45,7 @@ class MemorySamples:
             self._rows[: self._count] = self._rows[::2].copy()
             self._every *= 2
         gc.collect()
+        _give_back()
         row = (now_s, len(gc.get_objects()), sys.getallocatedblocks(), resident_bytes())
         self._rows[self._count] = row
         self._count += 1
@@ -77,6 +81,13 @@ class MemorySamples:
 def resident_bytes() -> int:
     """Memory of this process that is in main memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def _give_back() -> None:
+    """Return free memory of the C library to the system, where it can. Otherwise resident memory is
+    that of the largest round so far, which grows for long though nothing leaks."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:

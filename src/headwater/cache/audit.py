@@ -13,6 +13,7 @@ import numpy as np
 from headwater.cache.node import Node
 from headwater.cache.plan import TransferJob
 from headwater.cache.pool import SlotState, TierPool
+from headwater.cache.sessions import MAX_SESSIONS
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
 
@@ -143,7 +144,11 @@ def _check_stored_only(cache: "CacheParts", nodes: list[Node]) -> None:
 
 
 def _check_bounds(cache: "CacheParts") -> None:
-    """Nothing keeps a node that left the tree."""
+    """Nothing keeps a node that left the tree, and no record outgrows its limit."""
+    limits = {"ghosts": (len(cache._ghosts), cache.config.max_ghosts)}
+    limits["sessions"] = (sum(1 for _ in cache._sessions), MAX_SESSIONS)
+    for name, (count, limit) in limits.items():
+        _require(count <= limit, f"{count} {name} are remembered, max {limit}")
     for tier in (Tier.DEVICE, Tier.HOST):
         for node in cache._writes.queued(tier):
             blocks = node.device if tier is Tier.DEVICE else node.host
