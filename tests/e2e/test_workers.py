@@ -133,6 +133,7 @@ def test_a_stored_response_is_found_by_every_worker(server):
     follow = body | {"previous_response_id": made["id"]}
     assert server.post("/v1/responses", follow, headers=headers(KEY)).status_code == 200
     assert server.get(f"/v1/responses/{made['id']}", headers=headers(ADMIN)).status_code == 404
+    assert server.post("/v1/responses", follow, headers=headers(ADMIN)).status_code == 404
     httpx.delete(f"{server.url}/v1/responses/{made['id']}", headers=headers(KEY))
     for _ in range(TRIES):
         gone = server.get(f"/v1/responses/{made['id']}", headers=headers(KEY))

@@ -1,6 +1,8 @@
 """Constrained streams and stored responses through a router, with instances that are killed."""
 
 import json
+import os
+import signal
 import time
 from typing import Any
 
@@ -52,17 +54,31 @@ def ask(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Resp
     return answer
 
 
+def until_restarted(server: LiveServer) -> None:
+    """Until the engine was replaced once, and the new one answers."""
+    deadline = time.monotonic() + 60
+    while "headwater:engine_restarts_total 1" not in server.get("/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    server.until_healthy()
+
+
 def events(
-    router: LiveRouter, path: str, body: dict[str, Any], servers: list[LiveServer]
+    router: LiveRouter,
+    path: str,
+    body: dict[str, Any],
+    servers: list[LiveServer],
+    *,
+    after: int = 2,
 ) -> Any:
-    """All events of a stream whose instance is killed when a part of it has come."""
+    """All events of a stream whose instance is killed after so many of them."""
     found: list[Any] = []
     with httpx.stream("POST", router.url + path, json=body, timeout=60) as response:
         victim = home_of(servers, response)
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 found.append(json.loads(line[6:]))
-                if len(found) == 2:
+                if len(found) == after:
                     kill(victim)
     return found
 
@@ -95,7 +111,7 @@ def test_a_killed_instances_constrained_stream_continues_valid(cluster):
 
 
 def test_a_killed_instances_tool_call_comes_whole(cluster):
-    """The parser goes on where the tokens are: one call, its name said once, in chat."""
+    """Killed inside the arguments: the other instance sends exactly the rest of their text."""
     router, servers = cluster
     body = {
         "messages": MESSAGES,
@@ -105,15 +121,21 @@ def test_a_killed_instances_tool_call_comes_whole(cluster):
         "max_tokens": 2000,
         "seed": 4,
         "stream": True,
-        "return_token_ids": True,
     }
-    chunks = events(router, "/v1/chat/completions", body, servers)
+    chunks = events(router, "/v1/chat/completions", body, servers, after=30)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert sum("role" in delta for delta in deltas) == 1
-    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
-    assert [call["index"] for call in calls] == [0]
-    assert len(json.loads(calls[0]["function"]["arguments"])["numbers"]) == 40
+    first, *rest = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert first["function"]["name"] == "add"
+    assert len(rest) > 60
+    assert all(set(call) == {"index", "function"} for call in rest)
+    assert {call["index"] for call in rest} == {0}
+    text = "".join(call["function"]["arguments"] for call in (first, *rest))
+    assert len(json.loads(text)["numbers"]) == 40
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    url = router.url + "/v1/chat/completions"
+    whole = ask("POST", url, {**body, "stream": False}).json()["choices"][0]["message"]
+    assert whole["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_a_killed_instances_message_comes_whole(cluster):
@@ -139,7 +161,8 @@ def test_a_killed_instances_message_comes_whole(cluster):
 
 
 def test_a_stored_response_leads_to_its_instance(cluster):
-    """Whatever the load says; and when the instance is gone, it is a clear 404."""
+    """Whatever the load says, and after a restart of its engine; a salt of another tenant finds
+    nothing. When the instance is gone, it is a clear 404."""
     router, servers = cluster
     url = router.url + "/v1/responses"
     body: dict[str, Any] = {"input": "Hello there", "max_output_tokens": 8}
@@ -152,8 +175,18 @@ def test_a_stored_response_leads_to_its_instance(cluster):
         assert again.headers[NAME] == home
         read = ask("GET", f"{url}/{response_id}")
         assert read.json()["id"] == response_id
-    victim = home_of(servers, stored[0])
-    kill(victim)
+    victim, response_id = home_of(servers, stored[0]), stored[0].json()["id"]
+    os.kill(victim.engine_pid, signal.SIGKILL)
+    until_restarted(victim)
+    again = ask("POST", url, {**body, "previous_response_id": response_id})
+    assert again.status_code == 200, again.text
+    assert again.headers[NAME] == name(victim)
+    foreign = {**body, "previous_response_id": response_id, "cache_salt": "other"}
+    refused = ask("POST", url, foreign)
+    assert refused.status_code == 404
+    assert refused.json()["error"]["code"] == "previous_response_not_found"
+    victim.process.kill()
+    victim.wait()
     router.until(
         lambda known: name(victim) not in known or known[name(victim)]["state"] == "lost"
     )

@@ -30,9 +30,14 @@ def byte_tokenizer() -> Tokenizer:
 class Harness:
     """A client, the application it asks, and the engine behind it."""
 
-    def __init__(self, limits: LimitsConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        limits: LimitsConfig | None = None,
+        engine: EchoEngine | None = None,
+        **settings: Any,
+    ) -> None:
         config = ServerConfig(limits=limits or LimitsConfig(), **settings)
-        self.engine = EchoEngine()
+        self.engine = engine or EchoEngine()
         self.service = Service(
             self.engine, byte_tokenizer(), config, SystemClock(), created_s=1_700_000_000.0
         )

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.errors import ConfigError
-from headwater.server.parsing.base import OutputParser, ParsedOutput, ToolSpec, write_json
+from headwater.server.parsing.base import (
+    ArgumentsDelta,
+    CallEnd,
+    CallStart,
+    OutputParser,
+    ParsedAnswer,
+    ParsedOutput,
+    ToolSpec,
+    write_json,
+)
+from headwater.server.parsing.model_output import AnswerParsing, AnswerReader
 from headwater.server.parsing.registry import (
     REASONING_TAGS,
     TOOL_FORMATS,
@@ -59,7 +69,7 @@ GOLDEN = {
         "hermes",
         'I look it up.\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Zürich","days":2}}\n'
         '</tool_call>\n<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>\n',
-        (("get_weather", CITY), ("get-time", "{}")),
+        (("get_weather", '{"city":"Zürich","days":2}'), ("get-time", "{}")),
         content="I look it up.",
     ),
     "hermes plain": Golden(
@@ -97,6 +107,17 @@ GOLDEN = {
         '{"name": "get-time", "parameters": {}}',
         (("get_weather", CITY), ("get-time", "{}")),
     ),
+    "llama3 text after a call": Golden(
+        "llama3",
+        '{"name": "get-time", "parameters": {}}\nDone.',
+        (("get-time", "{}"),),
+        content="Done.",
+    ),
+    "llama3 arguments as text": Golden(
+        "llama3",
+        '{"name": "get_weather", "parameters": "{\\"city\\": 1}"}',
+        (("get_weather", '{"city": 1}'),),
+    ),
     "llama3 object": Golden("llama3", ' {"a": 1}', content=' {"a": 1}', num_malformed=1),
     "llama3 plain": Golden("llama3", 'As {"name": 1} shows', content='As {"name": 1} shows'),
     "mistral list": Golden(
@@ -104,7 +125,24 @@ GOLDEN = {
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}, "id": "abc123def"},'
         ' {"name": "get-time", "arguments": {}}]',
         (("get_weather", CITY), ("get-time", "{}")),
-        ids=("abc123def", ""),
+        ids=("", ""),
+    ),
+    "mistral id first": Golden(
+        "mistral",
+        '[TOOL_CALLS][{"id": "abc123def", "name": "get-time", "arguments": {}}] Well.',
+        (("get-time", "{}"),),
+        content=" Well.",
+        ids=("abc123def",),
+    ),
+    "mistral second damaged": Golden(
+        "mistral",
+        '[TOOL_CALLS][{"name": "get-time", "arguments": {}}, {"name": 1}] {}',
+        (("get-time", "{}"),),
+        content='{"name": 1}] {}',
+        num_malformed=1,
+    ),
+    "mistral no list": Golden(
+        "mistral", "[TOOL_CALLS] no", content="[TOOL_CALLS] no", num_malformed=1
     ),
     "mistral named": Golden(
         "mistral",
@@ -192,12 +230,25 @@ GOLDEN = {
 }
 
 
-def parse(parser: OutputParser, pieces: list[str]) -> tuple[ParsedOutput, int]:
+def streamed(parser: OutputParser, pieces: list[str]) -> ParsedOutput:
+    """What is given out before the stream ends."""
     out = ParsedOutput()
     for piece in pieces:
         out.add(parser.feed(piece))
-    out.add(parser.end())
-    return out, parser.num_malformed
+    return out
+
+
+def parse(parser: OutputParser, pieces: list[str]) -> tuple[ParsedAnswer, int]:
+    answer = ParsedAnswer()
+    for piece in pieces:
+        answer.add(parser.feed(piece))
+    answer.add(parser.end())
+    return answer, parser.num_malformed
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -214,16 +265,127 @@ def test_a_transcript_means_what_its_format_says(name):
             assert tuple(call.id for call in out.calls) == golden.ids
 
 
+LONG = {"city": 'a "b" \\ \n{}é', "days": -2, "tags": ["x", "{"]}
+LONG_TEXT = json.dumps(LONG, ensure_ascii=False)
+STREAMED = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {LONG_TEXT}}}\n</tool_call>',
+    "llama3": f'{{"name": "get_weather", "parameters": {LONG_TEXT}}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {LONG_TEXT}}}]',
+    "mistral named": f"[TOOL_CALLS]get_weather[ARGS]{LONG_TEXT}",
+    "deepseek": f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{LONG_TEXT}<｜tool▁call▁end｜>",
+    "deepseek fenced": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    f"{LONG_TEXT}\n```<｜tool▁call▁end｜>",
+    "kimi": "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    f"{LONG_TEXT}<|tool_call_end|>",
+    "glm": f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{LONG['city']}</arg_value>"
+    "<arg_key>days</arg_key><arg_value>-2</arg_value>"
+    '<arg_key>tags</arg_key><arg_value>["x", "{"]</arg_value></tool_call>',
+    "qwen_coder": f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{LONG['city']}\n</parameter>\n"
+    "<parameter=days>-2</parameter><parameter=tags>\n"
+    '["x", "{"]\n</parameter>\n</function>\n</tool_call>',
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    f"{LONG_TEXT}<|call|>",
+}
+
+
+TRANSCRIPTS = [(golden.format, golden.text) for golden in GOLDEN.values()] + [
+    (name.split()[0], text) for name, text in STREAMED.items()
+]
+
+
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_a_split_of_the_stream_changes_nothing(data):
-    """Any split of any transcript, cut anywhere, gives what the uncut text gives; none raises."""
-    golden = GOLDEN[data.draw(st.sampled_from(sorted(GOLDEN)))]
-    text = golden.text[: data.draw(st.integers(0, len(golden.text)))]
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    made = TOOL_FORMATS[golden.format]
-    assert parse(made().parser(TOOLS), pieces) == parse(made().parser(TOOLS), [text])
+    """Any split of any transcript, cut anywhere, gives what the uncut text gives; none raises.
+
+    Before the stream ends, too: an instance that continues it gives out exactly the rest.
+    """
+    name, whole = data.draw(st.sampled_from(TRANSCRIPTS))
+    text = whole[: data.draw(st.integers(0, len(whole)))]
+    one, many = TOOL_FORMATS[name]().parser(TOOLS), TOOL_FORMATS[name]().parser(TOOLS)
+    assert streamed(many, cut(data, text)) == streamed(one, [text])
+    assert many.end() == one.end()
+    assert many.num_malformed == one.num_malformed
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_arguments_are_given_out_while_they_are_written(name):
+    """Name first, then the JSON text piece by piece: together the arguments, byte by byte."""
+    parser = TOOL_FORMATS[name.split()[0]]().parser(TOOLS)
+    deltas = [delta for sign in STREAMED[name] for delta in parser.feed(sign).deltas]
+    deltas += parser.end().deltas
+    start, *pieces, end = deltas
+    assert isinstance(start, CallStart)
+    assert start.name == "get_weather"
+    assert end == CallEnd()
+    texts = [piece.text for piece in pieces if isinstance(piece, ArgumentsDelta)]
+    assert len(texts) == len(pieces) >= 10
+    whole, _ = parse(TOOL_FORMATS[name.split()[0]]().parser(TOOLS), [STREAMED[name]])
+    assert "".join(texts) == whole.calls[0].arguments == LONG_TEXT
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_call_cut_after_it_began_is_text_with_a_flag(name):
+    """The stream ends the call as malformed; the whole answer has its text, nothing is lost."""
+    text = STREAMED[name][: STREAMED[name].index('"b') + 4]
+    parser = TOOL_FORMATS[name.split()[0]]().parser(TOOLS)
+    deltas = [*streamed(parser, list(text)).deltas, *parser.end().deltas]
+    assert isinstance(deltas[0], CallStart)
+    assert isinstance(deltas[-1], CallEnd)
+    assert deltas[-1].malformed
+    assert parser.num_malformed == 1
+    whole, num_malformed = parse(TOOL_FORMATS[name.split()[0]]().parser(TOOLS), [text])
+    assert num_malformed == 1
+    assert not whole.calls
+    assert whole.content == (text if name != "harmony" else text.split("<|message|>")[1])
+
+
+def test_a_call_of_an_unknown_tool_is_not_given_out_early():
+    """Its text may still become content, so it is kept until it is whole."""
+    text = '<tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>'
+    parser = TOOL_FORMATS["hermes"]().parser(TOOLS)
+    for sign in text[:-1]:
+        assert parser.feed(sign).deltas == []
+    assert parse(TOOL_FORMATS["hermes"]().parser(TOOLS), [text])[0].calls[0].name == "other"
+
+
+def test_a_call_that_changes_its_mind_is_malformed():
+    """A second name or second arguments: what was given out is not the call."""
+    for end in (', "name": "get-time"}', ', "arguments": {"city": "Rome"}}'):
+        text = '<tool_call>{"name": "get_weather", "arguments": {"city": "x"}' + end
+        answer, num_malformed = parse(
+            TOOL_FORMATS["hermes"]().parser(TOOLS), [text + "</tool_call>"]
+        )
+        assert (answer.calls, num_malformed) == ([], 1)
+        assert answer.content == text + "</tool_call>"
+
+
+def test_the_search_for_a_call_is_bounded():
+    """A block that never opens its arguments costs no more with every further token."""
+    parser = TOOL_FORMATS["hermes"]().parser(TOOLS)
+    far = '<tool_call>{"name": "get_weather",' + " " * 2000 + '"arguments": {"city": "x"}}'
+    assert streamed(parser, [far]).deltas == streamed(parser, []).deltas == []
+    assert parser.feed("</tool_call>").deltas[-1] == CallEnd()
+    for text in ("<tool_call>get_weather", "<tool_call>get_weather<arg_key>"):
+        glm = TOOL_FORMATS["glm"]().parser(TOOLS)
+        streamed(glm, [text, *["x" * 100] * 100])
+        assert len(glm._block.call._stream._held) <= 1200  # type: ignore[attr-defined]
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_more_calls_than_asked_for(data):
+    """`parallel_tool_calls` false: one complete call, however the stream is cut; text of a
+    malformed one beyond it is not lost."""
+    one = '<tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
+    text = one + one + '<tool_call>{"name": "get-time", "arguments": {</tool_call>'
+    parsing = AnswerParsing(make=lambda: TOOL_FORMATS["hermes"]().parser(TOOLS), max_calls=1)
+    reader, answer = AnswerReader(parsing, "a"), ParsedAnswer()
+    for piece in cut(data, text):
+        answer.add(reader.read(piece, 1, is_end=False))
+    answer.add(reader.read("", 0, is_end=True))
+    assert [call.name for call in answer.calls] == ["get-time"]
+    assert answer.content == text[2 * len(one) :]
 
 
 @given(data=st.data())
@@ -279,8 +441,7 @@ def test_reasoning_before_calls_survives_any_split(data):
         )
     )
     text = whole[: data.draw(st.integers(0, len(whole)))]
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    pieces = cut(data, text)
 
     def make() -> ThinkingParser:
         inner = TOOL_FORMATS["hermes"]().parser(TOOLS)
@@ -298,7 +459,7 @@ def test_an_answer_without_reasoning_is_all_content():
 def test_reasoning_without_an_end_is_reasoning():
     """An answer cut while the model thinks has no content."""
     parser = ThinkingParser(REASONING_TAGS["think"], PlainParser(), is_open=True)
-    assert parse(parser, ["I wonder ", "</thi"])[0] == ParsedOutput(reasoning="I wonder </thi")
+    assert parse(parser, ["I wonder ", "</thi"])[0] == ParsedAnswer(reasoning="I wonder </thi")
 
 
 @pytest.mark.parametrize(

@@ -199,10 +199,20 @@ class ChatAnswer(Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class ChatToolCallDelta(ChatToolCall, kw_only=True):
-    """A call in a stream. It is sent in one piece when it is complete."""
+class FunctionCallDelta(Struct, kw_only=True):
+    """More of a function's arguments; its name comes first."""
+
+    arguments: str = ""
+    name: str | UnsetType = UNSET
+
+
+class ChatToolCallDelta(Struct, kw_only=True):
+    """More of a call. Its first delta has the id, the type and the name."""
 
     index: int
+    function: FunctionCallDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True, omit_defaults=True):
@@ -214,6 +224,7 @@ class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     reasoning: str | None = None
     tool_calls: list[ChatToolCallDelta] | None = None
     malformed_tool_calls: int = 0
+    """In the last chunk: calls that could not be read. What had been sent of them is no call."""
 
 
 class ChatChunkChoice(Struct, kw_only=True):

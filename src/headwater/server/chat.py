@@ -16,6 +16,7 @@ from headwater.server.answers import (
     ChatToolCall,
     ChatToolCallDelta,
     FunctionCall,
+    FunctionCallDelta,
     PromptLogprobs,
     UsageAnswer,
 )
@@ -27,10 +28,20 @@ from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.logprobs import chat_logprobs, prompt_logprobs
 from headwater.server.params import constraint_param, num_logprobs, structured_output
-from headwater.server.parsing.base import ToolCall
+from headwater.server.parsing.base import (
+    ArgumentsDelta,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    ParsedOutput,
+    ReasoningDelta,
+    ToolCall,
+)
 from headwater.server.schema import ChatRequest
 from headwater.server.service import Service
 from headwater.server.streaming import OPENAI_EVENTS
+
+_NOTHING = ChatDelta()
 
 
 async def chat_completions(request: Request) -> ASGIResponse:
@@ -94,7 +105,7 @@ class _ChatFormat:
         self._job = job
         self._created = call.service.created_now()
         self._shows_reasoning = call.body.include_reasoning is not False
-        self._num_calls = [0] * job.num_sequences
+        self._deltas = [_MessageDeltas(call.body) for _ in range(job.num_sequences)]
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         return ChatAnswer(
@@ -109,21 +120,21 @@ class _ChatFormat:
 
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
         first: list[Struct] = [self._role_chunk(delta.index)] if delta.is_first else []
-        if self._shows_nothing(delta):
+        fields = self._deltas[delta.index].write(delta.parsed)
+        if self._shows_nothing(delta, fields):
             return first
-        chunk = self._chunk([self._delta(delta)], usage)
+        chunk = self._chunk([self._delta(delta, fields)], usage)
         chunk.prompt_logprobs = self._prompt_logprobs(delta)
         return [*first, chunk]
 
-    def _shows_nothing(self, delta: Delta) -> bool:
+    def _shows_nothing(self, delta: Delta, fields: ChatDelta) -> bool:
         """Whether the parser holds back all of this delta, and nothing else is asked for."""
-        body, parsed = self._body, delta.parsed
+        body = self._body
         if delta.finish_reason or body.logprobs or body.return_token_ids:
             return False
         if delta.prompt_logprobs is not None:
             return False
-        is_empty = not (parsed.content or parsed.reasoning or parsed.calls)
-        return is_empty and self._job.parsing.make is not None
+        return fields == _NOTHING and self._job.parsing.make is not None
 
     def usage_event(self, usage: UsageAnswer) -> Struct:
         return self._chunk([], usage)
@@ -154,12 +165,17 @@ class _ChatFormat:
             token_ids=entry.tokens if self._body.return_token_ids else UNSET,
         )
 
-    def _delta(self, delta: Delta) -> ChatChunkChoice:
+    def _delta(self, delta: Delta, fields: ChatDelta) -> ChatChunkChoice:
+        if fields.content is None and not self._job.parsing.make:
+            fields.content = ""
+        if delta.finish_reason is not None:
+            fields.malformed_tool_calls = delta.num_malformed
+        has_calls = self._deltas[delta.index].has_calls
         return ChatChunkChoice(
             index=delta.index,
-            delta=self._delta_fields(delta),
+            delta=fields,
             logprobs=self._logprobs(delta),
-            finish_reason=_finish_reason(delta.finish_reason, self._num_calls[delta.index] > 0),
+            finish_reason=_finish_reason(delta.finish_reason, has_calls),
             stop_reason=delta.stop_reason,
             token_ids=delta.tokens if self._body.return_token_ids else UNSET,
         )
@@ -178,23 +194,6 @@ class _ChatFormat:
             message.malformed_tool_calls = entry.num_malformed
         return message
 
-    def _delta_fields(self, delta: Delta) -> ChatDelta:
-        parsed, fields = delta.parsed, ChatDelta()
-        if parsed.content or not self._job.parsing.make:
-            fields.content = parsed.content
-        if parsed.reasoning and self._shows_reasoning:
-            fields.reasoning_content = fields.reasoning = parsed.reasoning
-        if parsed.calls:
-            fields.tool_calls = [self._call_delta(delta.index, call) for call in parsed.calls]
-        if delta.finish_reason is not None:
-            fields.malformed_tool_calls = delta.num_malformed
-        return fields
-
-    def _call_delta(self, index: int, call: ToolCall) -> ChatToolCallDelta:
-        number = self._num_calls[index]
-        self._num_calls[index] += 1
-        return ChatToolCallDelta(index=number, id=call.id, function=_function(call))
-
     def _logprobs(self, part: Delta | Transcript) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
@@ -208,6 +207,47 @@ class _ChatFormat:
 
     def _prompt_ids(self) -> list[int] | UnsetType:
         return self._job.prompts[0].tokens.tolist() if self._body.return_token_ids else UNSET
+
+
+class _MessageDeltas:
+    """Writes the parsed output of one choice as deltas of its message."""
+
+    def __init__(self, body: ChatRequest) -> None:
+        self._shows_reasoning = body.include_reasoning is not False
+        self._num_calls = 0
+        self.has_calls = False
+        """Whether a call is complete."""
+
+    def write(self, parsed: ParsedOutput) -> ChatDelta:
+        """What `parsed` adds to the message."""
+        fields = ChatDelta()
+        for delta in parsed.deltas:
+            match delta:
+                case ContentDelta():
+                    fields.content = (fields.content or "") + delta.text
+                case ReasoningDelta() if self._shows_reasoning:
+                    fields.reasoning = (fields.reasoning or "") + delta.text
+                    fields.reasoning_content = fields.reasoning
+                case CallStart():
+                    self._begin_call(delta, fields)
+                case ArgumentsDelta():
+                    self._open_call(fields).function.arguments += delta.text
+                case CallEnd():
+                    self.has_calls |= not delta.malformed
+        return fields
+
+    def _begin_call(self, start: CallStart, fields: ChatDelta) -> None:
+        self._num_calls += 1
+        call = self._open_call(fields)
+        call.id, call.type, call.function.name = start.id, "function", start.name
+
+    def _open_call(self, fields: ChatDelta) -> ChatToolCallDelta:
+        """The delta of the last call; a chunk has one for each of its calls."""
+        index = self._num_calls - 1
+        calls = fields.tool_calls = fields.tool_calls or []
+        if not calls or calls[-1].index != index:
+            calls.append(ChatToolCallDelta(index=index, function=FunctionCallDelta()))
+        return calls[-1]
 
 
 def _finish_reason(reason: str | None, has_calls: bool) -> str | None:

@@ -31,7 +31,7 @@ from headwater.server.answers import (
     cache_details,
 )
 from headwater.server.errors import RequestRefused
-from headwater.server.parsing.base import ParsedOutput
+from headwater.server.parsing.base import ParsedAnswer, ParsedOutput
 from headwater.server.parsing.model_output import PLAIN_TEXT, AnswerParsing, AnswerReader
 from headwater.server.service import Service
 from headwater.types import LoadPolicy, RequestId, Tokens
@@ -142,7 +142,7 @@ class Delta:
     """For the prompt tokens from the second on, if requested; in the first delta."""
 
     num_malformed: int = 0
-    """Calls of the choice so far that could not be parsed; their text is content."""
+    """Calls of the choice so far that could not be parsed."""
 
 
 _CONTEXT_TOKENS = 16
@@ -160,7 +160,7 @@ class Transcript:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    parsed: ParsedOutput = field(default_factory=ParsedOutput)
+    parsed: ParsedAnswer = field(default_factory=ParsedAnswer)
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_malformed: int = 0
 

@@ -20,6 +20,7 @@ from headwater.server.messages_schema import (
     AnswerBlock,
     BlockDelta,
     BlockDeltaEvent,
+    BlockKind,
     BlockStart,
     BlockStop,
     CountTokensAnswer,
@@ -34,7 +35,15 @@ from headwater.server.messages_schema import (
     MessageStop,
     MessagesUsage,
 )
-from headwater.server.parsing.base import ParsedOutput, ToolCall
+from headwater.server.parsing.base import (
+    ArgumentsDelta,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    OutputDelta,
+    ParsedAnswer,
+    ReasoningDelta,
+)
 from headwater.server.schema import ChatRequest
 from headwater.server.service import Service
 from headwater.server.streaming import EventStyle
@@ -106,14 +115,15 @@ class _MessagesFormat:
         self._job = job
         self._id = f"msg_{call.request_id}"
         self._num_blocks = 0
-        self._open: str | None = None
+        self._open: BlockKind | None = None
         """Type of the block that is being written."""
         self._has_calls = False
+        """Whether a call is complete."""
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         entry = transcripts[0]
         end = _end(entry.finish_reason, entry.stop_reason, has_calls=bool(entry.parsed.calls))
-        return MessagesAnswer(
+        answer = MessagesAnswer(
             id=self._id,
             model=self._service.model_name,
             content=_blocks(entry.parsed),
@@ -121,20 +131,20 @@ class _MessagesFormat:
             stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence,
         )
+        if entry.num_malformed:
+            answer.malformed_tool_calls = entry.num_malformed
+        return answer
 
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
         found: list[Struct] = []
         if delta.is_first and usage is not None:
             found.append(self._start(usage))
-        parsed = delta.parsed
-        if parsed.reasoning:
-            found += self._grow("thinking", parsed.reasoning)
-        if parsed.content:
-            found += self._grow("text", parsed.content)
-        for call in parsed.calls:
-            found += self._tool_use(call)
+        for part in delta.parsed.deltas:
+            found += self._part(part)
         if delta.finish_reason is not None and usage is not None:
             end = _end(delta.finish_reason, delta.stop_reason, has_calls=self._has_calls)
+            if delta.num_malformed:
+                end.malformed_tool_calls = delta.num_malformed
             found += self._close()
             found.append(MessageDeltaEvent(delta=end, usage=self._usage(usage)))
             found.append(MessageStop())
@@ -154,32 +164,34 @@ class _MessagesFormat:
             )
         )
 
-    def _grow(self, kind: str, text: str) -> list[Struct]:
+    def _part(self, part: OutputDelta) -> list[Struct]:
+        """The events of one part of a delta."""
+        match part:
+            case ContentDelta():
+                return self._grow("text", BlockDelta(type="text_delta", text=part.text))
+            case ReasoningDelta():
+                delta = BlockDelta(type="thinking_delta", thinking=part.text)
+                return self._grow("thinking", delta)
+            case CallStart():
+                return [*self._close(), self._begin("tool_use", _tool_use(part))]
+            case ArgumentsDelta():
+                delta = BlockDelta(type="input_json_delta", partial_json=part.text)
+                return self._grow("tool_use", delta)
+            case CallEnd():
+                self._has_calls |= not part.malformed
+                return self._close()
+
+    def _grow(self, kind: BlockKind, delta: BlockDelta) -> list[Struct]:
         """Add to the open block of this kind, or open one."""
-        is_text = kind == "text"
         found: list[Struct] = []
         if self._open != kind:
-            block = text_block("") if is_text else thinking_block("")
-            found = [*self._close(), BlockStart(index=self._num_blocks, content_block=block)]
-            self._open = kind
-        if is_text:
-            delta = BlockDelta(type="text_delta", text=text)
-        else:
-            delta = BlockDelta(type="thinking_delta", thinking=text)
+            block = text_block("") if kind == "text" else thinking_block("")
+            found = [*self._close(), self._begin(kind, block)]
         return [*found, BlockDeltaEvent(index=self._num_blocks, delta=delta)]
 
-    def _tool_use(self, call: ToolCall) -> list[Struct]:
-        self._has_calls = True
-        found = self._close()
-        index, self._num_blocks = self._num_blocks, self._num_blocks + 1
-        block = AnswerBlock(type="tool_use", id=call.id, name=call.name, input={})
-        delta = BlockDelta(type="input_json_delta", partial_json=call.arguments)
-        return [
-            *found,
-            BlockStart(index=index, content_block=block),
-            BlockDeltaEvent(index=index, delta=delta),
-            BlockStop(index=index),
-        ]
+    def _begin(self, kind: BlockKind, block: AnswerBlock) -> BlockStart:
+        self._open = kind
+        return BlockStart(index=self._num_blocks, content_block=block)
 
     def _close(self) -> list[Struct]:
         """End the open block."""
@@ -210,7 +222,11 @@ def thinking_block(text: str) -> AnswerBlock:
     return AnswerBlock(type="thinking", thinking=text, signature="")
 
 
-def _blocks(parsed: ParsedOutput) -> list[AnswerBlock]:
+def _tool_use(start: CallStart) -> AnswerBlock:
+    return AnswerBlock(type="tool_use", id=start.id, name=start.name, input={})
+
+
+def _blocks(parsed: ParsedAnswer) -> list[AnswerBlock]:
     blocks: list[AnswerBlock] = []
     if parsed.reasoning:
         blocks.append(thinking_block(parsed.reasoning))

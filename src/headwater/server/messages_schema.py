@@ -136,10 +136,13 @@ class MessagesUsage(Struct, kw_only=True):
     """Tokens computed now; the next request with this beginning finds them."""
 
 
+BlockKind = Literal["text", "thinking", "tool_use"]
+
+
 class AnswerBlock(Struct, kw_only=True, omit_defaults=True):
     """One block of an answer."""
 
-    type: Literal["text", "thinking", "tool_use"]
+    type: BlockKind
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
     signature: str | UnsetType = UNSET
@@ -159,6 +162,8 @@ class MessagesAnswer(Struct, kw_only=True):
     stop_sequence: str | None = None
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
+    malformed_tool_calls: int | UnsetType = UNSET
+    """Calls that could not be read; their text is a text block. Headwater's own."""
 
 
 class CountTokensAnswer(Struct, kw_only=True):
@@ -218,6 +223,8 @@ class MessageEnd(Struct, kw_only=True):
 
     stop_reason: str | None
     stop_sequence: str | None = None
+    malformed_tool_calls: int | UnsetType = UNSET
+    """Calls that could not be read. What had been sent of them is no call. Headwater's own."""
 
 
 class MessageDeltaEvent(Struct, kw_only=True):

@@ -1,8 +1,19 @@
 """The output items of a response, complete and as they grow in a stream."""
 
+from copy import copy
 from typing import Any
 
-from headwater.server.parsing.base import ParsedOutput, ToolCall
+from headwater.server.parsing.base import (
+    ArgumentsDelta,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    OutputDelta,
+    ParsedAnswer,
+    ParsedOutput,
+    ReasoningDelta,
+    ToolCall,
+)
 from headwater.server.responses_schema import (
     FunctionCallItem,
     MessageItem,
@@ -14,7 +25,7 @@ from headwater.server.responses_schema import (
 )
 
 
-def items_of(response_id: str, parsed: ParsedOutput) -> list[OutputItem]:
+def items_of(response_id: str, parsed: ParsedAnswer) -> list[OutputItem]:
     """The items of a whole answer, with the ids that its stream has."""
     made: list[OutputItem] = []
     if parsed.reasoning:
@@ -34,8 +45,9 @@ class ItemWriter:
     def __init__(self, response_id: str) -> None:
         self._response_id = response_id
         self._number = 0
-        self._num_items = 0
-        self._open: MessageItem | ReasoningItem | None = None
+        self.items: list[OutputItem] = []
+        """Items that have ended."""
+        self._open: OutputItem | None = None
         self._pieces: list[str] = []
 
     def event(self, kind: str, **fields: Any) -> ResponseEvent:  # noqa: ANN401 -- typed by the event
@@ -43,103 +55,112 @@ class ItemWriter:
         number, self._number = self._number, self._number + 1
         return ResponseEvent(type=kind, sequence_number=number, **fields)
 
+    def skip_numbers(self, count: int) -> None:
+        """Leave out numbers, so that they only grow when a stream is continued here."""
+        self._number += max(count, 0)
+
     def write(self, parsed: ParsedOutput) -> list[ResponseEvent]:
         """The events of what a delta added."""
-        found: list[ResponseEvent] = []
-        if parsed.reasoning:
-            found += self._grow(parsed.reasoning, is_reasoning=True)
-        if parsed.content:
-            found += self._grow(parsed.content, is_reasoning=False)
-        for call in parsed.calls:
-            found += [*self.close(), *self._call(call)]
-        return found
+        return [event for delta in parsed.deltas for event in self._part(delta)]
 
     def close(self) -> list[ResponseEvent]:
         """End the open item."""
-        item = self._open
-        if item is None:
-            return []
-        text = "".join(self._pieces)
+        item, text = self._open, "".join(self._pieces)
+        at = self._place()
         self._open, self._pieces = None, []
-        at = {"output_index": self._num_items, "content_index": 0, "item_id": item.id}
-        index, self._num_items = self._num_items, self._num_items + 1
-        if isinstance(item, ReasoningItem):
-            item.content = [ReasoningText(text=text)]
-            found = [self.event("response.reasoning_text.done", text=text, **at)]
-        else:
-            item.content = [OutputText(text=text)]
-            item.status = "completed"
-            found = [
-                self.event("response.output_text.done", text=text, logprobs=[], **at),
-            ]
-        return [
-            *found,
-            self.event("response.content_part.done", part=item.content[0], **at),
-            self.event("response.output_item.done", output_index=index, item=item),
-        ]
+        match item:
+            case None:
+                return []
+            case FunctionCallItem():
+                item.arguments = text
+                kind = "response.function_call_arguments.done"
+                found = [self.event(kind, arguments=text, name=item.name, **at)]
+            case ReasoningItem():
+                item.content = [ReasoningText(text=text)]
+                found = [self.event("response.reasoning_text.done", text=text, **at)]
+            case MessageItem():
+                item.content, item.status = [OutputText(text=text)], "completed"
+                found = [self.event("response.output_text.done", text=text, logprobs=[], **at)]
+        if not isinstance(item, FunctionCallItem):
+            found.append(self.event("response.content_part.done", part=item.content[0], **at))
+        index = len(self.items)
+        self.items.append(item)
+        done = self.event("response.output_item.done", output_index=index, item=item)
+        return [*found, done]
 
-    def _grow(self, text: str, *, is_reasoning: bool) -> list[ResponseEvent]:
-        found: list[ResponseEvent] = []
-        if isinstance(self._open, ReasoningItem) is not is_reasoning or self._open is None:
-            found = [*self.close(), *self._begin(is_reasoning=is_reasoning)]
-        assert self._open is not None, "just opened"
+    def _part(self, delta: OutputDelta) -> list[ResponseEvent]:
+        match delta:
+            case ContentDelta():
+                found = self._open_text(MessageItem)
+                return [*found, self._grow("response.output_text.delta", delta.text)]
+            case ReasoningDelta():
+                found = self._open_text(ReasoningItem)
+                return [*found, self._grow("response.reasoning_text.delta", delta.text)]
+            case CallStart():
+                return [*self.close(), self._begin_call(delta)]
+            case ArgumentsDelta():
+                return [self._grow("response.function_call_arguments.delta", delta.text)]
+            case CallEnd():
+                return self._end_call(delta)
+
+    def _place(self) -> dict[str, Any]:
+        """The fields that say which item an event is about."""
+        if self._open is None:
+            return {}
+        at = {"output_index": len(self.items), "item_id": self._open.id}
+        return at if isinstance(self._open, FunctionCallItem) else {**at, "content_index": 0}
+
+    def _grow(self, kind: str, text: str) -> ResponseEvent:
         self._pieces.append(text)
-        at = {"output_index": self._num_items, "content_index": 0, "item_id": self._open.id}
-        if is_reasoning:
-            return [*found, self.event("response.reasoning_text.delta", delta=text, **at)]
-        delta = self.event("response.output_text.delta", delta=text, logprobs=[], **at)
-        return [*found, delta]
+        more: dict[str, Any] = {"logprobs": []} if isinstance(self._open, MessageItem) else {}
+        return self.event(kind, delta=text, **more, **self._place())
 
-    def _begin(self, *, is_reasoning: bool) -> list[ResponseEvent]:
-        index, stem = self._num_items, self._response_id
+    def _open_text(self, kind: type[MessageItem] | type[ReasoningItem]) -> list[ResponseEvent]:
+        """Open an item of this kind, unless it is open."""
+        if isinstance(self._open, kind):
+            return []
+        found = self.close()
+        index, stem = len(self.items), self._response_id
         part: OutputText | ReasoningText = OutputText(text="")
-        if is_reasoning:
+        if kind is ReasoningItem:
             self._open = ReasoningItem(id=_item_id("rs", stem, index), content=[])
             part = ReasoningText(text="")
         else:
             self._open = MessageItem(
                 id=_item_id("msg", stem, index), content=[], status="in_progress"
             )
-        at = {"output_index": index, "content_index": 0, "item_id": self._open.id}
+        added = self._added(self._open)
         return [
-            self.event(
-                "response.output_item.added", output_index=index, item=_copy(self._open)
-            ),
-            self.event("response.content_part.added", part=part, **at),
+            *found,
+            added,
+            self.event("response.content_part.added", part=part, **self._place()),
         ]
 
-    def _call(self, call: ToolCall) -> list[ResponseEvent]:
-        index, self._num_items = self._num_items, self._num_items + 1
-        item = _call_item(_item_id("fc", self._response_id, index), call)
-        empty = FunctionCallItem(
-            id=item.id, call_id=call.id, name=call.name, arguments="", status="in_progress"
+    def _begin_call(self, start: CallStart) -> ResponseEvent:
+        self._open = FunctionCallItem(
+            id=_item_id("fc", self._response_id, len(self.items)),
+            call_id=start.id,
+            name=start.name,
+            arguments="",
+            status="in_progress",
         )
-        at = {"output_index": index, "item_id": item.id}
-        return [
-            self.event("response.output_item.added", output_index=index, item=empty),
-            self.event("response.function_call_arguments.delta", delta=call.arguments, **at),
-            self.event(
-                "response.function_call_arguments.done",
-                arguments=call.arguments,
-                name=call.name,
-                **at,
-            ),
-            self.event("response.output_item.done", output_index=index, item=item),
-        ]
+        return self._added(self._open)
+
+    def _end_call(self, end: CallEnd) -> list[ResponseEvent]:
+        assert isinstance(self._open, FunctionCallItem), "a call ends after it began"
+        self._open.status = "incomplete" if end.malformed else "completed"
+        return self.close()
+
+    def _added(self, item: OutputItem) -> ResponseEvent:
+        # A copy: the item itself is completed later, perhaps before this event is encoded.
+        index = len(self.items)
+        return self.event("response.output_item.added", output_index=index, item=copy(item))
 
 
 def _call_item(item_id: str, call: ToolCall) -> FunctionCallItem:
     return FunctionCallItem(
         id=item_id, call_id=call.id, name=call.name, arguments=call.arguments
     )
-
-
-def _copy(item: MessageItem | ReasoningItem) -> MessageItem | ReasoningItem:
-    """A copy of the current state, because the item itself changes after this event was
-    sent."""
-    if isinstance(item, MessageItem):
-        return MessageItem(id=item.id, content=[], status=item.status)
-    return ReasoningItem(id=item.id, content=[])
 
 
 def _item_id(kind: str, response_id: str, index: int) -> str:

@@ -16,7 +16,7 @@ from headwater.server.errors import RequestRefused, error_answer
 from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.middleware import access_of
 from headwater.server.params import session_name
-from headwater.server.parsing.base import ParsedOutput
+from headwater.server.parsing.base import ParsedAnswer
 from headwater.server.response_items import ItemWriter, items_of
 from headwater.server.response_store import StoredResponse
 from headwater.server.responses_request import chat_request
@@ -127,6 +127,7 @@ class _ResponsesFormat:
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         answer = self._answer(transcripts[0], usage)
+        answer.output = items_of(self._id, transcripts[0].parsed)
         self._store(transcripts[0].parsed, answer)
         return answer
 
@@ -138,9 +139,12 @@ class _ResponsesFormat:
             found += [self._items.event(name, response=begun) for name in names]
         self._transcript.append(delta)
         found += self._items.write(delta.parsed)
+        # On the instance that began the stream each of these tokens may have been an event.
+        self._items.skip_numbers(len(delta.tokens) - 1)
         if delta.finish_reason is not None:
             found += self._items.close()
             answer = self._answer(self._transcript, usage)
+            answer.output = self._items.items or items_of(self._id, self._transcript.parsed)
             self._store(self._transcript.parsed, answer)
             name = f"response.{answer.status}"
             found.append(self._items.event(name, response=answer))
@@ -158,7 +162,7 @@ class _ResponsesFormat:
             created_at=self._created,
             model=self._service.model_name,
             status=status if entry.finish_reason else "in_progress",
-            output=items_of(self._id, entry.parsed) if entry.finish_reason else [],
+            output=[],
             usage=None if usage is None else _usage(usage),
             incomplete_details=IncompleteDetails() if is_cut else None,
             instructions=body.instructions,
@@ -177,7 +181,7 @@ class _ResponsesFormat:
             answer.malformed_tool_calls = entry.num_malformed
         return answer
 
-    def _store(self, parsed: ParsedOutput, answer: ResponsesAnswer) -> None:
+    def _store(self, parsed: ParsedAnswer, answer: ResponsesAnswer) -> None:
         if self._body.store is False or not self._service.config.limits.max_stored_responses:
             return
         # Instructions hold for one response only, so they are not part of what is stored.
@@ -190,7 +194,7 @@ class _ResponsesFormat:
         self._service.shared.put_response(self._id, self._tenant, entry.encode())
 
 
-def _message(parsed: ParsedOutput) -> Message:
+def _message(parsed: ParsedAnswer) -> Message:
     """The answer as a message of the history."""
     calls = [
         MessageToolCall(

@@ -183,6 +183,26 @@ class EchoEngine:
             raise EngineDead(self.dead)
 
 
+class ScriptedEngine(EchoEngine):
+    """Answers every request with the same text, one byte a step, and then stops."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        rest = self.text.encode()[request.num_resumed_tokens :][: request.params.max_tokens]
+        is_cut = request.num_resumed_tokens + len(rest) < len(self.text.encode())
+        for at, byte in enumerate(rest, 1):
+            reason = None if at < len(rest) else "length" if is_cut else "stop"
+            yield SequenceOutput(
+                request_id=request.request_id,
+                tokens=[byte],
+                logprobs=[],
+                finish_reason=reason,
+            )
+
+
 def _byte_of_sign(sign: str) -> int:
     """The byte of a character of the byte-level alphabet."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -31,19 +31,121 @@ class ToolCall:
     """The model's own name for the call; empty if its format has none."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
+class ContentDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class ReasoningDelta:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class CallStart:
+    """A call begins. Its arguments follow, then its end, with nothing else in between."""
+
+    name: str
+    id: str = ""
+
+
+@dataclass(slots=True)
+class ArgumentsDelta:
+    """More of the JSON text of the call's arguments."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class CallEnd:
+    """The call is complete, or turned out to be malformed."""
+
+    malformed: str = ""
+    """The text of a malformed call; empty if the call is complete."""
+
+
+OutputDelta = ContentDelta | ReasoningDelta | CallStart | ArgumentsDelta | CallEnd
+
+
+@dataclass(slots=True)
 class ParsedOutput:
-    """The result of one piece of the stream."""
+    """The result of one piece of the stream, in order. Adjacent texts of one kind are one delta."""
+
+    deltas: list[OutputDelta] = field(default_factory=list)
+
+    def add_content(self, text: str) -> None:
+        """Append text of the answer."""
+        self._grow(ContentDelta, text)
+
+    def add_reasoning(self, text: str) -> None:
+        """Append reasoning."""
+        self._grow(ReasoningDelta, text)
+
+    def add_arguments(self, text: str) -> None:
+        """Append to the arguments of the call that has begun."""
+        self._grow(ArgumentsDelta, text)
+
+    def add_call(self, call: ToolCall) -> None:
+        """Append a complete call."""
+        self.deltas.append(CallStart(call.name, call.id))
+        self.add_arguments(call.arguments)
+        self.deltas.append(CallEnd())
+
+    def add(self, other: "ParsedOutput") -> None:
+        """Append a later result."""
+        for delta in other.deltas:
+            if isinstance(delta, CallStart | CallEnd):
+                self.deltas.append(delta)
+            else:
+                self._grow(type(delta), delta.text)
+
+    def _grow(
+        self, kind: type[ContentDelta] | type[ReasoningDelta] | type[ArgumentsDelta], text: str
+    ) -> None:
+        last = self.deltas[-1] if self.deltas else None
+        if isinstance(last, kind):
+            last.text += text
+        elif text:
+            self.deltas.append(kind(text))
+
+
+@dataclass(slots=True)
+class ParsedAnswer:
+    """The output of one choice. A malformed call is content here."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    _open: CallStart | None = field(default=None, compare=False)
+    _arguments: list[str] = field(default_factory=list, compare=False)
 
-    def add(self, other: "ParsedOutput") -> None:
+    def add(self, parsed: ParsedOutput) -> None:
         """Append a later result."""
-        self.content += other.content
-        self.reasoning += other.reasoning
-        self.calls += other.calls
+        for delta in parsed.deltas:
+            match delta:
+                case ContentDelta():
+                    self.content += delta.text
+                case ReasoningDelta():
+                    self.reasoning += delta.text
+                case CallStart():
+                    self._open, self._arguments = delta, []
+                case ArgumentsDelta():
+                    self._arguments.append(delta.text)
+                case CallEnd():
+                    self._end_call(delta)
+
+    def _end_call(self, end: CallEnd) -> None:
+        start, self._open = self._open, None
+        assert start is not None, "a call ends after it began"
+        if end.malformed:
+            self.content += end.malformed
+        else:
+            arguments = "".join(self._arguments)
+            self.calls.append(ToolCall(name=start.name, arguments=arguments, id=start.id))
 
 
 class OutputParser(Protocol):
@@ -125,6 +227,17 @@ def call_of(value: object) -> ToolCall | None:
         arguments=write_json(arguments),
         id=given if isinstance(given, str) else "",
     )
+
+
+def named_call(name: str, arguments: str, *, call_id: str = "") -> ToolCall | None:
+    """The call of `name` with these arguments; None if they are not a JSON object."""
+    try:
+        value = read_json(arguments)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    return ToolCall(name=name, arguments=write_json(value), id=call_id)
 
 
 def openai_id(random_hex: str) -> str:

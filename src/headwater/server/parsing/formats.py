@@ -1,8 +1,7 @@
 """The tool formats that write calls as JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek, Kimi."""
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headwater.server.parsing.base import (
     OutputParser,
@@ -10,28 +9,36 @@ from headwater.server.parsing.base import (
     ToolCall,
     ToolSpec,
     call_of,
+    named_call,
     openai_id,
     read_json,
-    write_json,
 )
-from headwater.server.parsing.blocks import (
-    BlockMarkers,
-    BlockParser,
-    ReadBlock,
-    one_call,
-    several_calls,
-)
+from headwater.server.parsing.blocks import BlockMarkers, BlockParser
+from headwater.server.parsing.call_stream import CallStream, JsonCallStream
 from headwater.server.parsing.lark import arguments_rule, calls_grammar, json_call, quoted
 
 _NAME = r"[\w.\-]+"
-_MISTRAL_CALL = re.compile(rf"\s*({_NAME})(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(\{{.*)", re.S)
+_OBJECT_HEAD = re.compile(
+    rf'[\s\[]*\{{\s*(?:"id"\s*:\s*"(?P<id>\w+)"\s*,\s*)?"name"\s*:\s*"(?P<name>{_NAME})"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*\{'
+)
+"""Before the arguments in `{"name": …, "arguments": …}`."""
+
+_MISTRAL_HEAD = re.compile(
+    rf"\s*(?P<name>{_NAME})(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*\{{"
+)
+_DEEPSEEK_HEAD = re.compile(
+    rf"\s*(?:function<｜tool▁sep｜>)?(?P<name>{_NAME})(?:\s*```json\s*|<｜tool▁sep｜>\s*)\{{"
+)
 _DEEPSEEK_BLOCK = re.compile(
     rf"\s*function<｜tool▁sep｜>({_NAME})\s*```json\s*(.*?)\s*```\s*", re.S
 )
 _DEEPSEEK_PLAIN = re.compile(rf"\s*({_NAME})<｜tool▁sep｜>(.*)", re.S)
-_KIMI_CALL = re.compile(
-    rf"\s*((?:functions\.)?({_NAME}?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>(.*)", re.S
+_KIMI_ID = (
+    rf"(?P<id>(?:functions\.)?(?P<name>{_NAME}?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
 )
+_KIMI_HEAD = re.compile(rf"\s*{_KIMI_ID}\s*\{{")
+_KIMI_CALL = re.compile(rf"\s*{_KIMI_ID}(?P<arguments>.*)", re.S)
 
 
 class HermesFormat:
@@ -42,7 +49,7 @@ class HermesFormat:
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         markers = BlockMarkers(opening="<tool_call>", closing="</tool_call>")
-        return BlockParser(markers, _read_object)
+        return BlockParser(markers, _read_object, _stream_of((_OBJECT_HEAD,), tools))
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
@@ -70,7 +77,7 @@ class Llama3Format:
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         markers = BlockMarkers(opening="<|python_tag|>", opens_at_brace=True)
-        return BlockParser(markers, _read_objects)
+        return BlockParser(markers, _read_object, _stream_of((_OBJECT_HEAD,), tools))
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
@@ -88,13 +95,18 @@ class Llama3Format:
 
 
 class MistralFormat:
-    """`[TOOL_CALLS]` and a list of calls, or before each call its name and `[ARGS]`."""
+    """`[TOOL_CALLS]` and a list of calls, or before each call its name and `[ARGS]`.
+
+    An id that stands after the arguments is not used: the call has begun by then.
+    """
 
     markers: Sequence[str] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        return BlockParser(BlockMarkers(opening="[TOOL_CALLS]"), _read_mistral)
+        markers = BlockMarkers(opening="[TOOL_CALLS]")
+        stream = _stream_of((_OBJECT_HEAD, _MISTRAL_HEAD), tools)
+        return BlockParser(markers, _read_mistral, stream)
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
@@ -127,7 +139,7 @@ class DeepSeekFormat:
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         first, last, opening, closing, _ = self.markers
         markers = BlockMarkers(opening=opening, closing=closing, wrapping=(first, last))
-        return BlockParser(markers, _read_deepseek)
+        return BlockParser(markers, _read_deepseek, _stream_of((_DEEPSEEK_HEAD,), tools))
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
@@ -163,7 +175,7 @@ class KimiFormat:
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         first, last, opening, closing, _ = self.markers
         markers = BlockMarkers(opening=opening, closing=closing, wrapping=(first, last))
-        return BlockParser(markers, _read_kimi)
+        return BlockParser(markers, _read_kimi, _stream_of((_KIMI_HEAD,), tools))
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
@@ -184,60 +196,37 @@ class KimiFormat:
         return openai_id(random_hex)
 
 
-def _read_object(text: str) -> ReadBlock | None:
+def _stream_of(
+    heads: Sequence[re.Pattern[str]], tools: Sequence[ToolSpec]
+) -> Callable[[], CallStream]:
+    names = frozenset(tool.name for tool in tools)
+    return lambda: JsonCallStream(heads, names)
+
+
+def _read_object(text: str) -> ToolCall | None:
+    """`{"name": …, "arguments": …}`."""
     try:
-        return one_call(call_of(read_json(text)))
+        return call_of(read_json(text))
     except ValueError:
         return None
 
 
-def _read_objects(text: str) -> ReadBlock | None:
-    """Objects with `;` between them."""
-    decoder = json.JSONDecoder()
-    calls: list[ToolCall | None] = []
-    rest = text.strip()
-    try:
-        while rest:
-            value, end = decoder.raw_decode(rest)
-            calls.append(call_of(value))
-            rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    except (ValueError, RecursionError):
-        return None
-    return several_calls(calls)
+def _read_mistral(text: str) -> ToolCall | None:
+    """An object of a list, or a name and the arguments."""
+    match = _MISTRAL_HEAD.match(text)
+    if match is None:
+        return _read_object(text.lstrip().removeprefix("["))
+    call_id = match.group("id") or ""
+    return named_call(match.group("name"), text[match.end() - 1 :], call_id=call_id)
 
 
-def _read_mistral(text: str) -> ReadBlock | None:
-    match = _MISTRAL_CALL.fullmatch(text)
-    try:
-        if match is None:
-            value, end = json.JSONDecoder().raw_decode(text.strip())
-            calls = value if isinstance(value, list) else [value]
-            return several_calls([call_of(call) for call in calls], text.strip()[end:])
-        body = match.group(3)
-        value, end = json.JSONDecoder().raw_decode(body)
-    except (ValueError, RecursionError):
-        return None
-    call = call_of({"name": match.group(1), "arguments": value, "id": match.group(2)})
-    return several_calls([call], body[end:])
-
-
-def _read_deepseek(text: str) -> ReadBlock | None:
+def _read_deepseek(text: str) -> ToolCall | None:
     match = _DEEPSEEK_BLOCK.fullmatch(text) or _DEEPSEEK_PLAIN.fullmatch(text)
-    return None if match is None else _named_call(match.group(1), match.group(2))
+    return None if match is None else named_call(match.group(1), match.group(2))
 
 
-def _read_kimi(text: str) -> ReadBlock | None:
+def _read_kimi(text: str) -> ToolCall | None:
     match = _KIMI_CALL.fullmatch(text)
     if match is None:
         return None
-    return _named_call(match.group(2), match.group(3), call_id=match.group(1))
-
-
-def _named_call(name: str, arguments: str, *, call_id: str = "") -> ReadBlock | None:
-    try:
-        value = read_json(arguments)
-    except ValueError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    return one_call(ToolCall(name=name, arguments=write_json(value), id=call_id))
+    return named_call(match.group("name"), match.group("arguments"), call_id=match.group("id"))

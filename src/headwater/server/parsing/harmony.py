@@ -8,18 +8,17 @@ The prompt ends with `<|start|>assistant`, so an answer begins with a header.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from headwater.server.parsing.base import (
     OutputParser,
     ParsedOutput,
     Terminal,
-    ToolCall,
     ToolSpec,
+    named_call,
     openai_id,
-    read_json,
-    write_json,
 )
+from headwater.server.parsing.call_stream import JsonCallStream, OpenCall
 from headwater.server.parsing.lark import arguments_rule, calls_grammar, quoted
 from headwater.server.parsing.scanner import MarkerScanner
 
@@ -27,6 +26,7 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+_OBJECT = re.compile(r"\s*\{")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
 
 
@@ -37,7 +37,7 @@ class HarmonyFormat:
     writes_reasoning = True
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        return HarmonyParser()
+        return HarmonyParser(frozenset(tool.name for tool in tools))
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
@@ -70,16 +70,19 @@ def _analysis(terminal: Terminal) -> str:
 
 
 class HarmonyParser:
-    """Emits reasoning and content as they come, and a call when it is complete."""
+    """Emits reasoning, content and the arguments of calls as they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Container[str]) -> None:
+        """`names` are the request's tools. A call of another name is emitted when it is complete."""
+        self._names = names
         self._scanner = MarkerScanner(_MARKERS)
         self._header: list[str] | None = []
         """Pieces of the header being read; None inside a message."""
         self._channel = "final"
-        self._call: list[str] | None = None
-        """Pieces of the arguments of the call being read."""
+        self._call: OpenCall | None = None
         self._recipient = ""
+        self._arguments: list[str] = []
+        """Pieces of the arguments of the open call."""
         self._num_malformed = 0
 
     @property
@@ -126,7 +129,9 @@ class HarmonyParser:
         recipient = _RECIPIENT.search(header)
         self._call = None
         if recipient is not None and self._channel != "analysis":
-            self._recipient, self._call = recipient.group(1), []
+            self._recipient, self._arguments = recipient.group(1), []
+            stream = JsonCallStream((_OBJECT,), self._names, name=self._recipient)
+            self._call = OpenCall(stream)
 
     def _take_text(self, text: str, out: ParsedOutput) -> None:
         if not text:
@@ -134,11 +139,12 @@ class HarmonyParser:
         if self._header is not None:
             self._header.append(text)
         elif self._call is not None:
-            self._call.append(text)
+            self._arguments.append(text)
+            self._call.feed(text, out)
         elif self._channel == "analysis":
-            out.reasoning += text
+            out.add_reasoning(text)
         else:
-            out.content += text
+            out.add_content(text)
 
     def _give_up_header(self, out: ParsedOutput) -> None:
         """A header without a message is text of a model that writes no channels."""
@@ -146,19 +152,12 @@ class HarmonyParser:
         self._header = None
         if text.strip() and text.strip() != "assistant":
             self._num_malformed += 1
-            out.content += text
+            out.add_content(text)
 
     def _close_message(self, out: ParsedOutput) -> None:
-        if self._call is None:
+        opened, self._call = self._call, None
+        if opened is None:
             return
-        text, self._call = "".join(self._call), None
-        try:
-            value = read_json(text)
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
-            call = ToolCall(name=self._recipient, arguments=write_json(value))
-            out.calls.append(call)
-        else:
-            self._num_malformed += 1
-            out.content += text
+        text = "".join(self._arguments)
+        call = named_call(self._recipient, text)
+        self._num_malformed += not opened.end(call, text, out)

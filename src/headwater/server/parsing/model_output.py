@@ -2,16 +2,19 @@
 of one choice."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 
 from headwater.engine.structured import lark_grammar, with_prefix
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import RequestError
 from headwater.server.parsing.base import (
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    OutputDelta,
     OutputParser,
     ParsedOutput,
-    ToolCall,
     ToolFormat,
     ToolSpec,
 )
@@ -166,6 +169,10 @@ class AnswerReader:
         self._parser = None if parsing.make is None else parsing.make()
         self._name = name
         self._num_calls = 0
+        """Calls that were emitted, malformed ones included."""
+        self._num_complete = 0
+        self._drops = False
+        """Whether the open call is beyond the limit."""
         self.num_reasoning_tokens = 0
 
     @property
@@ -177,23 +184,35 @@ class AnswerReader:
         follows."""
         parser = self._parser
         if parser is None:
-            return ParsedOutput(content=text)
+            return ParsedOutput([ContentDelta(text)] if text else [])
         was_reasoning = parser.is_reasoning
         parsed = parser.feed(text)
         if was_reasoning or parser.is_reasoning:
             self.num_reasoning_tokens += num_tokens
         if is_end:
             parsed.add(parser.end())
-        parsed.calls = [self._named(call) for call in self._allowed(parsed.calls)]
+        allowed = (self._allowed(delta) for delta in parsed.deltas)
+        parsed.deltas = [self._named(delta) for delta in allowed if delta is not None]
         return parsed
 
-    def _allowed(self, calls: list[ToolCall]) -> list[ToolCall]:
+    def _allowed(self, delta: OutputDelta) -> OutputDelta | None:
+        """The delta to emit: None for a call beyond the limit."""
         most = self._parsing.max_calls
-        return calls if most is None else calls[: max(most - self._num_calls, 0)]
+        if isinstance(delta, CallStart):
+            self._drops = most is not None and self._num_complete >= most
+        if not self._drops:
+            self._num_complete += isinstance(delta, CallEnd) and not delta.malformed
+            return delta
+        if not isinstance(delta, CallEnd):
+            return None
+        self._drops = False
+        return ContentDelta(delta.malformed) if delta.malformed else None
 
-    def _named(self, call: ToolCall) -> ToolCall:
+    def _named(self, delta: OutputDelta) -> OutputDelta:
+        if not isinstance(delta, CallStart):
+            return delta
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        if call.id:
-            return call
+        if delta.id:
+            return delta
         digest = sha256(f"{self._name}:{number}".encode()).hexdigest()[:32]
-        return replace(call, id=self._parsing.new_id(digest))
+        return CallStart(delta.name, self._parsing.new_id(digest))

@@ -30,7 +30,9 @@ class PlainParser:
     is_reasoning = False
 
     def feed(self, text: str) -> ParsedOutput:
-        return ParsedOutput(content=text)
+        out = ParsedOutput()
+        out.add_content(text)
+        return out
 
     def end(self) -> ParsedOutput:
         return ParsedOutput()
@@ -109,7 +111,7 @@ class ThinkingParser:
         if self._is_open:
             kept = (text if self._has_reasoning else text.lstrip()).rstrip()
             if kept:
-                out.reasoning += self._space + kept
+                out.add_reasoning(self._space + kept)
                 self._space, self._has_reasoning = "", True
             if self._has_reasoning:
                 self._space += text[len(text.rstrip()) :]
