@@ -65,6 +65,7 @@ def run(url: str) -> None:
         final = stream.get_final_message()
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
+    assert kinds.count("input_json") > 2, kinds
     assert final.content[0].input["city"] in ("Rome", "Paris")
     thinking = {"type": "enabled", "budget_tokens": 1024}
     with client.messages.stream(

@@ -37,10 +37,13 @@ def run(url: str) -> None:
     answer = bound.invoke([HumanMessage("What is the weather in Rome?")])
     assert answer.tool_calls[0]["args"]["city"] in ("Rome", "Paris")
     assert answer.usage_metadata["input_token_details"]["cache_read"] >= 0
-    whole = None
+    whole, num_pieces = None, 0
     for chunk in bound.stream([HumanMessage("What is the weather in Rome?")]):
         whole = chunk if whole is None else whole + chunk
+        num_pieces += len(chunk.tool_call_chunks)
     assert whole.tool_calls[0]["name"] == "get_weather"
+    assert whole.tool_calls[0]["args"]["city"] in ("Rome", "Paris")
+    assert num_pieces > 2
     for method in ("json_schema", "function_calling"):
         found = model.with_structured_output(Animal, method=method).invoke("Which?")
         assert found.kind in ("cat", "dog")

@@ -1,5 +1,6 @@
 """`litellm` through both of its protocols."""
 
+import json
 import sys
 
 import litellm
@@ -35,6 +36,19 @@ def run(url: str) -> None:
                 {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
                 for call in message.tool_calls
             ]
+        streamed = litellm.completion(
+            model=model,
+            api_base=base,
+            api_key="none",
+            messages=messages[:1],
+            tools=TOOLS,
+            tool_choice="required",
+            max_tokens=1000,
+            stream=True,
+        )
+        built = litellm.stream_chunk_builder(list(streamed), messages=messages[:1])
+        function = built.choices[0].message.tool_calls[0].function
+        assert json.loads(function.arguments)["city"] in ("Rome", "Paris")
 
 
 if __name__ == "__main__":

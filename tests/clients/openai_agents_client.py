@@ -22,6 +22,14 @@ def get_weather(city: Literal["Rome", "Paris"]) -> str:
     return f"sunny in {city}"
 
 
+async def stream(agent: Agent) -> str:
+    """The same with streamed events."""
+    result = Runner.run_streamed(agent, "What is the weather in Rome?")
+    async for _ in result.stream_events():
+        pass
+    return result.final_output
+
+
 def run(url: str) -> None:
     set_tracing_disabled(True)
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
@@ -36,6 +44,7 @@ def run(url: str) -> None:
         )
         found = asyncio.run(Runner.run(agent, "What is the weather in Rome?"))
         assert found.final_output.startswith("sunny in")
+        assert asyncio.run(stream(agent)).startswith("sunny in")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`pydantic-ai` over chat completions and over responses."""
 
+import asyncio
 import sys
 from typing import Literal
 
@@ -13,6 +14,12 @@ class City(BaseModel):
     city: Literal["Rome", "Paris"]
 
 
+async def stream(agent: Agent) -> City:
+    """The same from a stream of a tool call."""
+    async with agent.run_stream("Which city?") as result:
+        return await result.get_output()
+
+
 def run(url: str) -> None:
     provider = OpenAIProvider(base_url=url + "/v1", api_key="none")
     for kind in (OpenAIChatModel, OpenAIResponsesModel):
@@ -21,6 +28,7 @@ def run(url: str) -> None:
         assert found.output.city in ("Rome", "Paris")
         again = agent.run_sync("And now?", message_history=found.all_messages())
         assert again.usage.cache_read_tokens > 0
+        assert asyncio.run(stream(agent)).city in ("Rome", "Paris")
 
 
 if __name__ == "__main__":

@@ -9,17 +9,19 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("HEADWATER_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
+VENV = Path(os.environ.get("HEADWATER_CLIENTS", ROOT / ".venv-clients"))
 CLIENTS = sorted(path.stem for path in (ROOT / "tests" / "clients").glob("*_client.py"))
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_completes_its_tool_loop(server, client):
     """Forced calls, their results in the history, streams and structured output."""
-    if not PYTHON.exists():
-        pytest.skip(f"no client libraries in {PYTHON.parent.parent}; run: bash scripts/clients")
+    own = VENV / client.removesuffix("_client")
+    python = (own if own.exists() else VENV) / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no client libraries in {VENV}; run: bash scripts/clients")
     done = subprocess.run(
-        [PYTHON, ROOT / "tests" / "clients" / f"{client}.py", server.url],
+        [python, ROOT / "tests" / "clients" / f"{client}.py", server.url],
         capture_output=True,
         text=True,
         timeout=240,

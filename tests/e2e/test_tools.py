@@ -82,7 +82,11 @@ def test_streamed_calls_are_the_whole_ones(client):
     with client.chat.completions.stream(
         model=MODEL, messages=MESSAGES, max_tokens=600, seed=3, **fields
     ) as stream:
+        kinds = [event.type for event in stream]
         streamed = stream.get_final_completion().choices[0]
+    assert kinds.count("tool_calls.function.arguments.delta") > 4 * len(
+        whole.message.tool_calls
+    )
     assert [(c.function.name, c.function.arguments) for c in streamed.message.tool_calls] == [
         (c.function.name, c.function.arguments) for c in whole.message.tool_calls
     ]

@@ -229,10 +229,12 @@ def test_a_lost_instance_is_listed_until_it_returns_or_is_old():
         registry.expire()
 
     assert sorted(entry.name for entry in registry.lost) == ["one", "two"]
+    assert registry.is_away("e")
     register("one", 1)
     assert [entry.name for entry in registry.lost] == ["two"]
     clock.advance(600.0)
     assert registry.lost == []
+    assert not registry.is_away("e")
 
 
 def test_a_stream_that_arrives_is_a_sign_of_life():

@@ -12,7 +12,7 @@ from headwater.errors import ConfigError
 from headwater.server.registration import Registrar
 from headwater.server.router.protocol import TOKEN_HEADER
 from tests.router.harness import TOKEN, Harness, blocks, run
-from tests.server.harness import byte_tokenizer
+from tests.server.harness import byte_tokenizer, error
 
 pytestmark = pytest.mark.slow
 
@@ -327,5 +327,33 @@ def test_metrics_say_who_was_chosen_and_why():
         assert samples["headwater:router_prompt_tokens_total", group] > 0
         assert samples["headwater:router_trust", one.name, "exact"] == 1
         assert samples["headwater:router_instances", one.name, "mixed", "ready"] == 1
+
+    run(scenario)
+
+
+def test_a_stored_response_waits_for_its_silent_instance():
+    """While the instance is silent the answer is a 503; the next engine of the same server has
+    the id again. An id of a server that was never seen is a 404."""
+
+    async def scenario(harness):
+        body = {"input": "hello", "max_output_tokens": 4}
+        first = harness.add(epoch="server.1")
+        await harness.ready(first)
+        stored = (await harness.client.post("/v1/responses", json=body)).json()
+        assert stored["id"].startswith("resp_server_")
+        await first.die()
+        harness.instances.remove(first)
+        await harness.until(lambda known: not known)
+        asked = body | {"previous_response_id": stored["id"]}
+        away = await harness.client.post("/v1/responses", json=asked)
+        assert error(away, 503)["code"] == "instance_lost"
+        assert "retry-after" in away.headers
+        unknown = body | {"previous_response_id": "resp_other_1"}
+        refused = await harness.client.post("/v1/responses", json=unknown)
+        assert error(refused, 404)["code"] == "previous_response_not_found"
+        second = harness.add(epoch="server.2")
+        await harness.ready(second)
+        again = await harness.client.post("/v1/responses", json=asked)
+        assert again.headers["x-headwater-instance"] == second.name
 
     run(scenario)

@@ -156,6 +156,14 @@ class Forwarder:
             return None
         server_id = response_id.removeprefix("resp_").rpartition("_")[0]
         owner = self._registry.of_server(server_id)
+        if owner is None and self._registry.is_away(server_id):
+            raise RequestRefused(
+                f"the instance that has the response {response_id[:140]!r} does not answer; its "
+                "engine may be restarting. Retry later, or send the whole conversation",
+                param="previous_response_id",
+                status=503,
+                code="instance_lost",
+            )
         if owner is None:
             raise RequestRefused(
                 f"the response {response_id[:140]!r} is not stored on any instance: its time is "

@@ -85,6 +85,10 @@ class Registry:
             None,
         )
 
+    def is_away(self, server_id: str) -> bool:
+        """Whether the instance of this server fell silent lately: its engine may be restarting."""
+        return any(server_of(e.registration.epoch) == server_id for e in self.lost)
+
     def register(self, registration: Registration) -> Instance:
         """Register an instance or record its heartbeat. Raises RequestRefused."""
         now = self._clock.now()
