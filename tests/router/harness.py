@@ -29,6 +29,9 @@ from tests.server.harness import byte_tokenizer
 
 TOKEN = "between-us"
 
+QUICK_LOSS = {"stale_s": 0.4, "forget_s": 0.8}
+"""For tests in which an instance must be lost."""
+
 
 class HangingEngine(EchoEngine):
     """While it is held it answers nothing at all, as one that hangs in a step."""
@@ -107,7 +110,7 @@ class Instance:
 
     async def until_alive(self, count):
         """Until it has so many sequences on its books."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.service.live.num_sequences != count:  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0.01)
 
@@ -121,7 +124,8 @@ class Harness:
 
     def __init__(self, tokenizer=None, verify=True, **settings):
         defaults: dict[str, Any] = {"port": 0, "peer_token": TOKEN, "heartbeat_s": 0.05}
-        config = RouterConfig(**defaults | {"stale_s": 0.4, "forget_s": 0.8} | settings)
+        # Long: on a busy machine heartbeats come late. Tests of lost instances use `QUICK_LOSS`.
+        config = RouterConfig(**defaults | {"stale_s": 60.0, "forget_s": 120.0} | settings)
         self.listener = bind(config.host, config.port)
         self.url = url_of(self.listener, tls=config.tls is not None)
         self.process = RouterProcess(config, self.listener, tokenizer, lambda url: None)
@@ -149,7 +153,7 @@ class Harness:
         found = (await self.client.get("/instances")).json()["instances"]
         return {entry["instance_id"]: entry for entry in found}
 
-    async def until(self, reached, within_s=10.0):
+    async def until(self, reached, within_s=60.0):
         """Ask who is known until `reached(known)`; fails with what is known instead."""
         async with asyncio.timeout(within_s):
             while not reached(known := await self.known()):  # noqa: ASYNC110 -- HTTP has none

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 from typing import Any
 
@@ -11,6 +12,7 @@ from headwater.clock import SystemClock
 from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
 from headwater.server.config import ConnectionLimits, ServerConfig
+from headwater.server.connection_counts import ConnectionCounts, make_counts_file
 from headwater.server.connections import ConnectionGuard
 from headwater.server.http import HttpServer
 from headwater.server.listener import bind
@@ -203,12 +205,38 @@ def test_one_address_gets_its_share_of_connections_only():
     assert guard.num_refused == 4
 
 
+def test_limits_hold_for_all_workers_together():
+    """However the kernel distributes connections, and after a worker was replaced."""
+    file = make_counts_file(2)
+    limits = ConnectionLimits(max_connections=8, max_connections_per_address=3)
+
+    def worker(index):
+        return ConnectionGuard(limits, SystemClock(), ConnectionCounts(file, index))
+
+    def opened(guard, address, number=5):
+        made = [fake(address) for _ in range(number)]
+        return [entry for entry in made if guard.admit(entry)]
+
+    first, second = worker(0), worker(1)
+    ended = opened(first, "10.0.0.9", 2)
+    assert len(opened(second, "10.0.0.9")) == 1
+    assert len(opened(second, "10.0.0.8")) == 3
+    assert len(opened(first, "127.0.0.1")) == 2  # eight in all
+    first.remove(ended[0])
+    assert len(opened(second, "10.0.0.9")) == 1
+
+    replaced = worker(0)  # its three connections ended with it
+    assert len(opened(replaced, "10.0.0.7")) == 3
+    os.close(file)
+
+
 def test_the_last_file_descriptors_are_not_for_clients(monkeypatch):
-    """A limit above what the system allows is lowered."""
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 1024))
+    """A limit above what the system allows is not reached."""
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (300, 300))
     monkeypatch.setattr("resource.setrlimit", lambda kind, values: None)
     guard = ConnectionGuard(ConnectionLimits(max_connections=100_000), SystemClock())
-    assert guard.max_connections < 1024 - 100
+    admitted = [guard.admit(fake("127.0.0.1")) for _ in range(300)].count(True)
+    assert admitted == 300 - 128
 
 
 def test_a_port_is_a_socket_of_this_machine():

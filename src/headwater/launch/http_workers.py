@@ -23,6 +23,7 @@ from headwater.launch.restarts import WINDOW_S, RestartBudget
 from headwater.launch.worker_start import EngineDown, WorkerStart
 from headwater.launch.worker_state import WorkerSession, WorkersState
 from headwater.server.config import ServerConfig
+from headwater.server.connection_counts import make_counts_file
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class HttpWorkers:
         self._state = state
         self._engines = engines
         self._clock = clock
-        self._inherited = inherited
+        self._counts = make_counts_file(config.api_workers)
+        self._inherited = (self._counts, *inherited)
         self._children: dict[str, ChildProcess] = {}
         self.is_stopping = False
         """Whether a worker that ends is not replaced."""
@@ -144,6 +146,8 @@ class HttpWorkers:
         start = WorkerStart(
             name=name,
             listener=listener,
+            index=index,
+            connections=self._counts,
             engine=self._engines.engine_config,
             server=self._config,
             is_leader=index == 0,

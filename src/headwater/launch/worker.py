@@ -32,6 +32,7 @@ from headwater.metrics.tracing import SpanExporter, open_spans
 from headwater.server.access import make_access_policy
 from headwater.server.answers import RouterHealth
 from headwater.server.app import create_app
+from headwater.server.connection_counts import ConnectionCounts
 from headwater.server.http import CLOSE_S, HttpServer
 from headwater.server.listener import url_of
 from headwater.server.middleware import ReadinessMiddleware
@@ -65,7 +66,12 @@ class Worker:
         self._leaving: asyncio.Task[None] | None = None
         self._access = make_access_policy(config, SystemClock(), unix_s, limits=self._shared)
         self._readiness = ReadinessMiddleware(self._access)
-        self._http = HttpServer(self._readiness, tls=config.tls, limits=config.connections)
+        self._http = HttpServer(
+            self._readiness,
+            tls=config.tls,
+            limits=config.connections,
+            counts=ConnectionCounts(start.connections, start.index),
+        )
         self.calls: dict[str, CallHandler] = {
             "engine_up": self._engine_up,
             "snapshot": self._snapshot,

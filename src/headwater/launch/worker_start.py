@@ -16,6 +16,12 @@ class WorkerStart(Struct, frozen=True, kw_only=True):
     listener: int
     """Descriptor of the listening socket."""
 
+    index: int
+    """Its place among the workers, from 0."""
+
+    connections: int
+    """Descriptor of the counts of connections that all workers share."""
+
     engine: EngineConfig
     server: ServerConfig
     is_leader: bool

@@ -8,7 +8,7 @@ that opens many and sends nothing cannot keep others out.
 
 import asyncio
 import resource
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from enum import Enum, auto
 from typing import Any
 
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headwater.clock import Clock
 from headwater.config import is_loopback
 from headwater.server.config import ConnectionLimits
+from headwater.server.connection_counts import ConnectionCounts
 from headwater.server.errors import ErrorAnswer, ErrorObject
 
 _MAX_PIPELINED = 16
@@ -36,15 +37,19 @@ class _Phase(Enum):
 
 
 class ConnectionGuard:
-    """The open connections of one server. Used on its event loop only."""
+    """The open connections of one process. Used on its event loop only."""
 
-    def __init__(self, limits: ConnectionLimits, clock: Clock) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, clock: Clock, counts: ConnectionCounts | None = None
+    ) -> None:
+        """`counts` has the connections of all HTTP workers; without it there is one process."""
         self.limits = limits
         self.clock = clock
-        self.max_connections = min(limits.max_connections, _max_files() - _RESERVED_FILES)
+        self._counts = counts or ConnectionCounts.alone()
+        self.max_own = _max_files() - _RESERVED_FILES
+        """Most connections of this process, whatever the limits."""
         self.num_refused = 0
         """Connections closed at once because a limit was reached."""
-        self._by_address: Counter[str] = Counter()
         self._open: OrderedDict[GuardedProtocol, None] = OrderedDict()
         """Oldest first; a connection moves to the end when it begins a request."""
 
@@ -54,23 +59,18 @@ class ConnectionGuard:
 
     def admit(self, connection: "GuardedProtocol") -> bool:
         """Count a new connection; False when it must be closed."""
-        address = connection.address
-        limit = self.limits.max_connections_per_address
-        is_over = self._by_address[address] >= limit and not is_loopback(address)
-        if is_over or (len(self._open) >= self.max_connections and not self._make_room()):
+        if not self._has_place(connection.address):
             self.num_refused += 1
             return False
         self._open[connection] = None
-        self._by_address[address] += 1
+        self._counts.add(connection.address, 1)
         return True
 
     def remove(self, connection: "GuardedProtocol") -> None:
         """A connection has ended."""
         if connection in self._open:
             del self._open[connection]
-            self._by_address[connection.address] -= 1
-            if not self._by_address[connection.address]:
-                del self._by_address[connection.address]
+            self._counts.add(connection.address, -1)
 
     def expire(self) -> None:
         """Close the connections whose time is up."""
@@ -83,6 +83,14 @@ class ConnectionGuard:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.expire()
+
+    def _has_place(self, address: str) -> bool:
+        limits, counts = self.limits, self._counts
+        is_over = counts.of(address) >= limits.max_connections_per_address
+        if is_over and not is_loopback(address):
+            return False
+        is_full = counts.total >= limits.max_connections or self.num_open >= self.max_own
+        return not is_full or self._make_room()
 
     def _make_room(self) -> bool:
         """Close the oldest connection that has no request; False when all have one."""

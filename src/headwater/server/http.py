@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from headwater.clock import SystemClock
 from headwater.server.config import ConnectionLimits
+from headwater.server.connection_counts import ConnectionCounts
 from headwater.server.connections import ConnectionGuard, GuardedProtocol
 from headwater.server.tls import TlsConfig
 
@@ -30,6 +31,7 @@ class HttpServer(uvicorn.Server):
         *,
         tls: TlsConfig | None = None,
         limits: ConnectionLimits | None = None,
+        counts: ConnectionCounts | None = None,
     ) -> None:
         """The owner waits for running requests before `stop`; uvicorn then closes connections."""
         config = uvicorn.Config(
@@ -44,7 +46,7 @@ class HttpServer(uvicorn.Server):
         )
         config.load()
         config.ssl = None if tls is None else tls.server_context()
-        self.guard = ConnectionGuard(limits or ConnectionLimits(), SystemClock())
+        self.guard = ConnectionGuard(limits or ConnectionLimits(), SystemClock(), counts)
         config.http_protocol_class = partial(GuardedProtocol, guard=self.guard)  # type: ignore[assignment]  # called as a class
         super().__init__(config)
 
