@@ -8,7 +8,7 @@ from headwater.clock import VirtualClock
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.protocol import VERSION, Registration
 from headwater.server.router.registry import Registry, RegistryObserver
-from tests.router.harness import HangingEngine, events, run, text_of
+from tests.router.harness import QUICK_LOSS, HangingEngine, events, run, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def test_a_dead_instance_is_not_noticed_by_clients():
         await harness.until(lambda known: set(known) == {one.name, two.name} - {home.name})
         assert (await harness.client.get("/health")).status_code == 200
 
-    run(scenario)
+    run(scenario, **QUICK_LOSS)
 
 
 def test_an_instance_that_hangs_loses_its_requests():
@@ -52,7 +52,7 @@ def test_an_instance_that_hangs_loses_its_requests():
         assert answer.headers["x-headwater-instance"] == two.name
         one.engine.flow()
 
-    run(scenario)
+    run(scenario, **QUICK_LOSS)
 
 
 def test_an_instance_whose_engine_hangs_says_nothing_for_it():
@@ -76,7 +76,7 @@ def test_an_instance_whose_engine_hangs_says_nothing_for_it():
 
         assert text_of(events(text)) == text_of(events(whole.text))
 
-    run(scenario)
+    run(scenario, **QUICK_LOSS)
 
 
 def test_a_draining_instance_gets_nothing_new():
@@ -135,7 +135,7 @@ def test_a_restarted_instance_is_another():
             "cached_tokens"
         ] == 0
 
-    run(scenario, stale_s=4.0, forget_s=8.0)
+    run(scenario)
 
 
 def test_instances_that_are_lost_and_return_are_logged(caplog):
@@ -256,4 +256,4 @@ def test_a_stream_that_arrives_is_a_sign_of_life():
             async for _ in pieces:
                 pass
 
-    run(scenario, stale_s=20.0, forget_s=30.0)
+    run(scenario)
