@@ -64,6 +64,7 @@ def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
 def run_plan(options: Namespace) -> int:
     """Run all combinations, print the result, and return the exit code."""
     from headwater.engine.progress import SilentProgress, show_progress
+    from headwater.replay.charts import check_picture
     from headwater.replay.plan import Grid, make_plan
     from headwater.replay.plan_charts import draw_plan
     from headwater.replay.plan_report import plan_table
@@ -81,6 +82,8 @@ def run_plan(options: Namespace) -> int:
     )
     configs = grid.configs(sim_config(options, router=options.router))
     bounds, prices = parse_slo(options.slo), parse_prices(options.price)
+    if options.picture is not None:
+        check_picture(options.picture)
     load = load_of(options)
     load.requests()  # reports an unreadable trace once, instead of in every process
     num_jobs = options.jobs or len(os.sched_getaffinity(0))

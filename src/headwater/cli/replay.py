@@ -152,6 +152,7 @@ def run_replay(options: Namespace) -> int:
 def _run_engine(options: Namespace) -> int:
     from headwater.engine.collector import settle_collector
     from headwater.engine.progress import SilentProgress, show_progress
+    from headwater.replay.charts import check_picture, draw_report
     from headwater.replay.hints import with_hints
     from headwater.replay.report import make_report
     from headwater.replay.simulator import Simulator
@@ -173,6 +174,8 @@ def _run_engine(options: Namespace) -> int:
         fast_forward=not options.step_by_step,
         storage_order=options.storage_order,
     )
+    if options.picture is not None:
+        check_picture(options.picture)
     requests = with_hints(load_of(options).requests(), options.hints)
     simulator = Simulator(config, requests)
     settle_collector()
@@ -183,8 +186,6 @@ def _run_engine(options: Namespace) -> int:
     report = make_report(run, bounds) | {"wall_s": time.perf_counter() - start}
     sys.stdout.write(json.dumps(report) + "\n" if options.json else report_table(report))
     if options.picture is not None:
-        from headwater.replay.charts import draw_report
-
         for path in draw_report(report, options.picture):
             sys.stderr.write(f"wrote {path}\n")
     return 0

@@ -45,13 +45,25 @@ def draw_report(report: Report, where: Path) -> list[Path]:
     return save(figure, where, "replay")
 
 
-def new_figure(*, rows: int, columns: int) -> "Figure":
-    """An empty picture, or ConfigError if matplotlib is missing."""
+def check_picture(where: Path) -> None:
+    """Raise ConfigError if nothing can be drawn to `where`. Called before the simulation, which may
+    take minutes."""
     try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401 -- only asked whether it is there
     except ModuleNotFoundError as exc:
         raise ConfigError("--picture needs matplotlib: pip install 'headwater[plots]'") from exc
+    suffix = where.suffix.removeprefix(".").lower()
+    if suffix and suffix not in FORMATS:
+        raise ConfigError(
+            f"--picture is a folder, or a file that ends in .png or .svg: {where}"
+        )
+
+
+def new_figure(*, rows: int, columns: int) -> "Figure":
+    """An empty picture."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     # Ids inside an SVG are made from this, so that equal pictures have equal bytes.
     with rc_context({"svg.hashsalt": "headwater"}):
         figure = Figure(figsize=(6.0 * columns, 4.2 * rows), layout="constrained")
@@ -66,12 +78,7 @@ def save(figure: "Figure", where: Path, name: str) -> list[Path]:
     """Write to `where`: a .png or .svg file, or a folder for both."""
     from matplotlib import rc_context
 
-    suffix = where.suffix.removeprefix(".").lower()
-    if suffix and suffix not in FORMATS:
-        raise ConfigError(
-            f"--picture is a folder, or a file that ends in .png or .svg: {where}"
-        )
-    files = [where] if suffix else [where / f"{name}.{kind}" for kind in FORMATS]
+    files = [where] if where.suffix else [where / f"{name}.{kind}" for kind in FORMATS]
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
         for path in files:

@@ -20,9 +20,10 @@ def plan_table(plan: Plan) -> str:
         "",
         f"    {'':<{width}}" + "".join(f"{name:>11}" for name in _HEAD),
     ]
+    unit = _FirstTokenUnit(points)
     for point in points:
         mark = "*" if point["pareto"] else " "
-        lines.append(f"  {mark} {point['name']:<{width}}{_row(point)}")
+        lines.append(f"  {mark} {point['name']:<{width}}{_row(point, unit)}")
     lines += [
         "",
         "  * on the Pareto front: no deployment that was tried is better at this price or cheaper",
@@ -32,7 +33,7 @@ def plan_table(plan: Plan) -> str:
         ),
         *_refusals(points),
         "",
-        *_gains(plan["per_tib"]),
+        *_gains(plan["per_tib"], unit),
     ]
     prices = ", ".join(f"{name} {price:g}" for name, price in plan["prices"].items())
     lines += ["", f"  prices: {prices} (an instance; a GiB of each tier)", "  not modelled:"]
@@ -40,13 +41,24 @@ def plan_table(plan: Plan) -> str:
     return "\n".join([*lines, "", plan["verdict"], ""])
 
 
-def _row(point: Point) -> str:
+class _FirstTokenUnit:
+    """Milliseconds when all first tokens of a plan are fast, seconds otherwise."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self._is_ms = all(point["ttft_ms"]["p99"] < 1e3 for point in points)
+
+    def text(self, ms: float, *, sign: str = "") -> str:
+        """`ms` in this unit; `sign` is `+` for a difference."""
+        return f"{ms:{sign},.1f} ms" if self._is_ms else f"{ms / 1e3:{sign},.2f} s"
+
+
+def _row(point: Point, unit: _FirstTokenUnit) -> str:
     slo = point["slo"]
     cells = [
         f"{point['price']:,.0f}",
         f"{100 * point['token_hit']:.2f} %",
-        f"{point['ttft_ms']['p50'] / 1e3:,.2f} s",
-        f"{point['ttft_ms']['p99'] / 1e3:,.2f} s",
+        unit.text(point["ttft_ms"]["p50"]),
+        unit.text(point["ttft_ms"]["p99"]),
         f"{point['itl_ms']['p99']:,.1f} ms",
         f"{point['throughput']:,.0f}",
         "" if slo is None else f"{100 * slo['good_share']:.1f} %",
@@ -62,14 +74,14 @@ def _refusals(points: Sequence[Point]) -> list[str]:
     return [f"  {small} deployments are too small for some requests and refused them"]
 
 
-def _gains(per_tib: dict[str, Sequence[Plan]]) -> list[str]:
+def _gains(per_tib: dict[str, Sequence[Plan]], unit: _FirstTokenUnit) -> list[str]:
     lines = []
     for tier in TIERS:
         for gain in per_tib[tier]:
             parts = [
                 f"{100 * gain['token_hit']:+.2f} points of hits",
-                f"{gain['ttft_p50_ms'] / 1e3:+,.2f} s TTFT p50",
-                f"{gain['ttft_p99_ms'] / 1e3:+,.2f} s p99",
+                f"{unit.text(gain['ttft_p50_ms'], sign='+')} TTFT p50",
+                f"{unit.text(gain['ttft_p99_ms'], sign='+')} p99",
                 f"{gain['throughput']:+,.1f} tokens/s",
             ]
             if "goodput_requests_per_s" in gain:
