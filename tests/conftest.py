@@ -1,4 +1,4 @@
-"""Settings of every property search; see `tests/search.py` for how long they are."""
+"""Settings of every property search; `tests/search.py` has their lengths."""
 
 import signal
 
@@ -12,18 +12,18 @@ settings.register_profile(
     deadline=None,
     derandomize=SCALE == 1,
     print_blob=True,
-    # No explain phase: it traces every line, and a shrunk example explains enough.
+    # No explain phase: it traces every line, and a shrunk example is enough.
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("headwater")
 
-# A shell starts its background jobs with Ctrl-C ignored, and all that they start inherits it.
+# A shell starts background jobs with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what takes minutes, unless `-m` asks for it as scripts/nightly does."""
+    """Skip long tests, unless `-m` selects them as scripts/nightly does."""
     if "nightly" in config.option.markexpr:
         return
     skip = pytest.mark.skip(reason="takes minutes; scripts/nightly runs it")

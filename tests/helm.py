@@ -27,7 +27,7 @@ def render(chart: Path, values: Mapping[str, Any], release: str) -> list[dict[st
 
 
 def _merged(base: Any, over: Any) -> Any:
-    """As Helm merges values: mappings by key, anything else is replaced."""
+    """Merge values like Helm: mappings by key, anything else is replaced."""
     if isinstance(base, Mapping) and isinstance(over, Mapping):
         return {
             key: _merged(base[key], over[key])
@@ -48,7 +48,7 @@ class _Template:
         return text
 
     def _run(self, at: int, names: Mapping[str, Any]) -> tuple[str, int]:
-        """Render up to `end` or `else` of this level; the text and where that is."""
+        """Render up to `end` or `else` of this level; return the text and its position."""
         parts: list[str] = []
         while at < len(self._pieces):
             kind, content = self._pieces[at]
@@ -90,7 +90,7 @@ class _Template:
 
 
 class _Unknown(dict[str, Any]):
-    """Names while a loop is only skipped: every name is empty."""
+    """Names while a loop is skipped: every name is empty."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         super().__init__(names)

@@ -1,4 +1,4 @@
-"""Whether work in a thread keeps the interpreter from all others."""
+"""Whether work in a thread blocks all other threads of the interpreter."""
 
 import select
 import sys
@@ -13,9 +13,9 @@ _ATTEMPTS = 5
 def holds_interpreter(work: Callable[[], object]) -> bool:
     """Whether other threads stand still for most of the time that `work` takes.
 
-    Threads are not switched by the clock meanwhile, so this one has its turns only where
-    `work` lets go. The most favourable of some attempts counts, because a busy machine
-    makes threads stand still too. `work` should take some milliseconds.
+    Threads are not switched by time meanwhile, so this thread runs only when `work` releases
+    the lock. The best of several attempts counts, because a busy machine also stops threads.
+    `work` should take some milliseconds.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
@@ -26,7 +26,7 @@ def holds_interpreter(work: Callable[[], object]) -> bool:
 
 
 def _longest_gap(work: Callable[[], object]) -> float:
-    """The longest time between two turns of ours, as a share of the time of `work`."""
+    """The longest time in which this thread did not run, as a share of the time of `work`."""
     ready, go_on = Event(), Event()
     began, ended = [0.0], [0.0]
 
@@ -43,7 +43,7 @@ def _longest_gap(work: Callable[[], object]) -> float:
     turns = [perf_counter()]
     go_on.set()
     while not ended[0]:
-        select.select((), (), (), 0)  # lets go, and takes its turn when it may
+        select.select((), (), (), 0)  # releases the lock and takes it again when possible
         turns.append(perf_counter())
     thread.join()
     inside = [turn for turn in turns if began[0] < turn < ended[0]]

@@ -1,4 +1,4 @@
-"""How long property searches are: seconds in the suite, hours in `scripts/nightly`."""
+"""The length of property searches: seconds in the suite, hours in `scripts/nightly`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`headwater serve …` of the documentation: starts, says that it is ready, and is stopped."""
+"""`headwater serve …` of the documentation: it starts, becomes ready, and is stopped."""
 
 import sys
 

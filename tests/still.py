@@ -1,4 +1,4 @@
-"""Processes that stand still, as one that hangs does: alive, connected and silent."""
+"""Stops processes so that they look like hanging ones: alive, connected and silent."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from threading import Event
 
 @contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """These processes stand still meanwhile."""
+    """These processes are stopped inside the block."""
     try:
         for pid in pids:
             stand_still(pid)
@@ -21,7 +21,8 @@ def stopped(*pids: int) -> Iterator[None]:
 
 
 def stand_still(pid: int) -> None:
-    """Stop a process. It has stopped when this returns, which sending the signal does not say."""
+    """Stop a process, and return when it has stopped; sending the signal alone does not wait
+    for that."""
     os.kill(pid, signal.SIGSTOP)
     for _ in range(500):
         if all(_is_stopped(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):

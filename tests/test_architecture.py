@@ -1,4 +1,4 @@
-"""Rules a linter cannot see: what imports what, and how large a file may get."""
+"""Rules that a linter cannot check: imports, module sizes, names."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ LONGEST_KERNEL = 550
 WORD_ENDING = re.compile(r"(ings?|ers?|ors?|ed|ies|es|s|e|y)$")
 
 SIMILAR_MODULES: set[tuple[str, str, str]] = set()
-"""Pairs of one package that are still to be renamed. It stays empty."""
+"""Pairs that are still to be renamed. It stays empty."""
 
 
 def test_the_core_imports_without_torch_and_without_server_libraries():
@@ -35,7 +35,7 @@ def test_the_core_imports_without_torch_and_without_server_libraries():
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: p.name)
 def test_a_module_says_what_it_is_for_and_stays_short(path):
-    """Above the limit a file has a second noun in it."""
+    """A file above the limit has a second subject."""
     text = path.read_text()
 
     longest = LONGEST_KERNEL if path.parent.name == "kernels" else LONGEST

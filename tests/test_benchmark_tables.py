@@ -22,7 +22,7 @@ def test_the_page_has_the_figures_of_the_files():
 
 
 def test_every_result_file_is_shown():
-    """A measured figure is on the page, also when it is not flattering."""
+    """Every measured figure is on the page, including bad ones."""
     shown = set(re.findall(r"<!-- results: ([\w-]+) -->", PAGE.read_text(encoding="utf-8")))
     assert shown == {file.stem for file in FILES}
 

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that has everything but a model's real sizes."""
+    """A folder with everything except real sizes."""
     _write_config(tmp_path)
     save_file(
         {"a": np.zeros((100, 10), dtype=np.float32), "b": np.zeros(50, dtype=np.float16)},
@@ -90,7 +90,7 @@ def test_a_refused_model_is_exit_code_1_with_the_reason(
 def test_weights_that_leave_no_room_are_said(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model is served elsewhere: the device's line has the reason."""
+    """The model is supported, but not here: the device's line has the reason."""
     report = _report(capsys, str(folder), "--device-gib", "0.5")
 
     assert report["tiers"]["device"]["blocks"] == 0
@@ -108,7 +108,7 @@ def test_a_gpu_that_cannot_be_asked_needs_a_size(
 
 
 def test_folders_that_are_not_whole_are_refused(folder: Path) -> None:
-    """Each fault of a download is named: a missing part, a cut file, no tokenizer."""
+    """Each fault of a download is named: a missing part, a truncated file, no tokenizer."""
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])

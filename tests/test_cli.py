@@ -1,4 +1,5 @@
-"""The command line: help that teaches, errors that suggest, nothing heavy before it is needed."""
+"""The command line: helpful texts, suggestions for errors, no heavy imports before they are
+needed."""
 
 import pkgutil
 import re
@@ -41,7 +42,7 @@ def test_the_command_imports_no_torch_and_no_server_library():
 
 
 def test_without_a_command_it_says_what_there_is(capsys):
-    """The first thing a newcomer types is answered with the commands."""
+    """The first thing a new user types is answered with the commands."""
     assert main([]) == 0
     out = capsys.readouterr().out
     for command in ("serve", "demo", "bench", "version"):
@@ -72,7 +73,7 @@ def test_without_a_command_it_says_what_there_is(capsys):
     ],
 )
 def test_what_it_does_not_know_gets_a_suggestion(arguments, hint, capsys):
-    """A typing error is answered with what was probably meant, and exit code 2."""
+    """A typing error gets a suggestion and exit code 2."""
     assert main(arguments) == 2
     assert hint in capsys.readouterr().err
 
@@ -84,7 +85,7 @@ BENCHMARKS = sorted(
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_suggests_a_flag_too(name, capsys):
-    """A flag with a typing error is named with what was meant; nothing is measured."""
+    """A flag with a typing error gets a suggestion; nothing is measured."""
     with pytest.raises(SystemExit, match="2"):
         main(["bench", name, "--jsom"])
 
@@ -92,7 +93,7 @@ def test_every_benchmark_suggests_a_flag_too(name, capsys):
 
 
 def test_every_flag_has_its_default_in_one_place():
-    """The command line without flags is the settings' own defaults."""
+    """The command line without flags gives the default settings."""
     options = parse()
 
     assert engine_config(options) == EngineConfig()
@@ -135,7 +136,7 @@ def test_flags_reach_the_settings():
 
 
 def test_kv_events_are_settings_in_json():
-    """The names that routers' users know; unknown ones and nonsense are sentences."""
+    """The names that users of routers know; unknown names and invalid values are errors."""
     config = engine_config(parse("--kv-events-config", '{"topic": "kv", "buffer_steps": 5}'))
 
     assert config.kv_events == KvEventsConfig(topic="kv", buffer_steps=5)
@@ -152,7 +153,7 @@ def test_kv_events_are_settings_in_json():
 
 
 def test_values_that_ask_for_nothing_are_accepted():
-    """Scripts that spell out the defaults keep working."""
+    """Scripts that spell out the defaults still work."""
     flags = ("--swap-space", "0", "--splitwise-role", "mixed", "--tensor-parallel-size", "1")
 
     assert engine_config(parse(*flags)).tensor_parallel_size == 1
@@ -181,7 +182,7 @@ def test_values_that_ask_for_nothing_are_accepted():
     ],
 )
 def test_a_flag_that_does_nothing_says_so(flags, settings, word):
-    """Lesson 34: at start, with the reason; and only where it was given."""
+    """Lesson 34: at start, with the reason; and only for a given flag."""
     config = EngineConfig(**settings)
 
     (sentence,) = idle_settings(config, frozenset(flags))
@@ -209,7 +210,7 @@ def test_a_flag_that_does_nothing_says_so(flags, settings, word):
     ],
 )
 def test_impossible_settings_are_refused_by_their_flag(flags, sentence, capsys):
-    """Nothing is started: a sentence that names the flag, and exit code 1."""
+    """Nothing is started: a message that names the flag, and exit code 1."""
     assert main(["serve", *flags]) == 1
     assert sentence in capsys.readouterr().err
 
@@ -225,7 +226,7 @@ def test_impossible_settings_are_refused_by_their_flag(flags, sentence, capsys):
     ],
 )
 def test_loopback_is_recognised(host, expected):
-    """Lesson 66: the default binds to loopback, and anything else is known as open."""
+    """Lesson 66: the default binds to loopback; every other address counts as open."""
     assert ServerConfig(host=host).is_loopback is expected
     assert ServerConfig().is_loopback
 
@@ -243,7 +244,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
     "flag", ["--drain-timeout", "--max-body-mib", "--gpu-memory-utilization"]
 )
 def test_a_number_is_one_to_reckon_with(flag, value, capsys):
-    """Python reads `nan` as a number; an operator does not."""
+    """Python accepts `nan` as a number; operators do not mean it."""
     with pytest.raises(SystemExit, match="2"):
         main(["serve", f"{flag}={value}"])
     assert flag in capsys.readouterr().err
@@ -260,7 +261,8 @@ def test_the_version_can_be_asked_for_either_way(capsys):
 
 
 def test_the_version_is_that_of_the_package():
-    """One number: packages are built with the one in config.py, which the program says."""
+    """One number: packages are built with the version in config.py, which the program
+    prints."""
     root = Path(__file__).parent.parent
     settings = tomllib.loads((root / "pyproject.toml").read_text())
     place = settings["tool"]["hatch"]["version"]
@@ -305,14 +307,14 @@ STORED = ["--swap-space", "1", "--kvcache-storage-backend", "file"]
     ],
 )
 def test_impossible_tiers_are_refused(flags, sentence):
-    """Before anything is loaded, with a sentence to act on."""
+    """Before anything is loaded, with a message to act on."""
     with pytest.raises(ConfigError, match=sentence):
         engine_config(parse(*flags))
 
 
 @pytest.mark.parametrize("flag", sorted(FOREIGN_FLAGS))
 def test_a_flag_of_another_server_gets_a_sentence(flag, capsys):
-    """Not a similar name: what it would do here, or which flag does it."""
+    """Not a similar name: what the flag would do here, or which flag does it."""
     assert main(["serve", flag, "value"]) == 2
     assert f"{flag}: {FOREIGN_FLAGS[flag]}" in capsys.readouterr().err
 
@@ -339,7 +341,7 @@ def test_bench_help_has_a_line_for_each_benchmark(capsys):
 
 
 def test_a_closed_pipe_is_no_traceback():
-    """`headwater … | head` ends without a word when its reader has gone."""
+    """`headwater … | head` ends silently when its reader has gone."""
     process = subprocess.Popen(
         [sys.executable, "-m", "headwater", "version"],
         stdin=subprocess.PIPE,

@@ -1,5 +1,5 @@
-"""What `deploy/` has besides boards and alerts: read here, and run nowhere. Whether the image
-builds and the unit starts is for a machine that has Docker's registry and systemd."""
+"""The files of `deploy/` except dashboards and alerts: parsed here, but not run. Building the
+image and starting the unit need a machine with Docker's registry and systemd."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def test_the_image_copies_what_there_is_and_starts_a_command_line_that_parses():
 
 
 def test_the_gpu_image_copies_what_there_is_and_serves_on_a_gpu():
-    """The same checks for the other image; it was not built here."""
+    """The same checks for the other image, which is not built here."""
     text = (ROOT / "deploy/Dockerfile.gpu").read_text()
     (entry,) = re.findall(r"^ENTRYPOINT (\[.+\])$", text, re.M)
     for name in " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)).split():
@@ -42,7 +42,7 @@ def test_the_gpu_image_copies_what_there_is_and_serves_on_a_gpu():
 
 
 def test_the_health_check_asks_the_port_and_the_path_that_are_served():
-    """The cheap one, which needs no key, at the default port."""
+    """The cheap check without a key, at the default port."""
     port = build_parser().parse_args(["serve"]).port
 
     assert f"http://127.0.0.1:{port}/health" in DOCKERFILE
@@ -50,7 +50,7 @@ def test_the_health_check_asks_the_port_and_the_path_that_are_served():
 
 
 def test_the_unit_starts_a_command_line_that_parses():
-    """With flags of the operator's behind it; it has longer to stop than a drain takes."""
+    """With the operator's flags after it; its stop timeout is longer than a drain."""
     (start,) = re.findall(r"^ExecStart=(.+)$", UNIT, re.M)
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)
     flags = start.replace("$HEADWATER_FLAGS", "/srv/model --port 8000").split()[1:]
@@ -63,7 +63,7 @@ def test_the_unit_starts_a_command_line_that_parses():
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_reads_every_line_of_the_unit(tmp_path):
-    """No unknown setting, no value that it ignores; only the program's place is another."""
+    """No unknown setting and no ignored value; only the path of the program differs."""
     unit = tmp_path / "headwater.service"
     unit.write_text(re.sub(r"^(ExecStart=)\S+", rf"\1{shutil.which('true')}", UNIT, flags=re.M))
 

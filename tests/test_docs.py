@@ -1,4 +1,4 @@
-"""The documentation is true: links lead somewhere, commands run, flags exist.
+"""The documentation is correct: links have targets, commands run, flags exist.
 
 A code block with commands has a marker in the line before it:
 
@@ -32,7 +32,7 @@ _MARK = re.compile(r"<!-- (run|needs: \S.*) -->$")
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code with commands in it."""
+    """A code block with commands."""
 
     page: Path
     line: int
@@ -47,7 +47,7 @@ def commands_of(text):
     """Lines with their continuations, without prompts and output."""
     whole = re.sub(r"\\\n\s*", "", text)
     lines = whole.splitlines()
-    if any(line.startswith("$ ") for line in lines):  # the others are what it answers
+    if any(line.startswith("$ ") for line in lines):  # the other lines are output
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return tuple(line for line in lines if line.strip() and not line.startswith("#"))
 
@@ -68,14 +68,14 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def anchors(page):
-    """What can follow the # of a link to this page."""
+    """The possible anchors of a link to this page."""
     heads = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Files and headings of this project; the world outside is not asked."""
+    """Files and headings of this project; external links are not checked."""
     for link in _LINK.findall(_FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
             continue
@@ -122,7 +122,8 @@ def test_every_lesson_is_named_by_a_test():
 
 
 def test_the_site_is_built_with_strict_links(tmp_path):
-    """`scripts/docs` builds it with the same configuration; nothing is loaded from other hosts."""
+    """`scripts/docs` builds it with the same configuration; nothing is loaded from other
+    hosts."""
     pytest.importorskip("material", reason="pip install 'headwater[docs]'")
     command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(
@@ -173,7 +174,7 @@ headwater() {{ if [ "$1" = serve ]; then {python} {serve} "$@"; else {python} -m
     ids=lambda p: p.name,
 )
 def test_every_command_marked_so_runs(page, server, tmp_path):
-    """One shell a page, as a reader would type it; only the port is another."""
+    """One shell per page, as a reader would type it; only the port differs."""
     script = SCRIPT.format(python=sys.executable, serve="-m tests.serve_once")
     for block in BLOCKS:
         if block.page == page and block.mark == "run":

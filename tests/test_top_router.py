@@ -31,7 +31,7 @@ ANSWER = {"policy": "cache_aware", "instances": [INSTANCE], "lost": [LOST]}
 
 
 class RouterAnswers(BaseHTTPRequestHandler):
-    """Answers as a router does: instances, and no /stats."""
+    """Answers like a router: instances, and no /stats."""
 
     def do_GET(self):
         found = self.path == "/instances"
@@ -41,7 +41,7 @@ class RouterAnswers(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def log_message(self, *args):
-        """Say nothing."""
+        """Print nothing."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def run_top(url, capsys):
 
 
 def test_a_router_is_shown_by_its_instances(capsys, monkeypatch):
-    """State, load, and what each instance reports of its last minute; lost instances too."""
+    """State, load, and the figures of the last minute of each instance; also lost instances."""
     monkeypatch.setenv("COLUMNS", "150")
     with router() as url:
         shown = run_top(url, capsys)

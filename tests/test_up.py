@@ -1,4 +1,4 @@
-"""`headwater up`: what it refuses before it starts anything, and a live cluster."""
+"""`headwater up`: what it refuses before it starts, and a live cluster."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from headwater.testing.ports import free_port
     ],
 )
 def test_nothing_is_started_where_it_makes_no_sense(flags, words, capsys):
-    """A sentence, and an exit code that is not 0."""
+    """A message, and an exit code other than 0."""
     assert main(["up", *flags]) == 1
 
     assert words in capsys.readouterr().err
@@ -37,7 +37,8 @@ def test_nothing_is_started_where_it_makes_no_sense(flags, words, capsys):
 
 @pytest.mark.slow
 def test_a_cluster_has_fixed_ports_a_key_and_takes_an_instance_by_hand():
-    """The printed command, run as it is, adds an instance; the key guards router and instances."""
+    """The printed command, unchanged, adds an instance; the key protects router and
+    instances."""
     port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "HEADWATER_PEER_TOKEN"}
     flags = [

@@ -1,4 +1,4 @@
-"""The code that one request, one block and one hand-off pass through stays small."""
+"""The number of files that one request, one block and one hand-off cross is bounded."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def walks():
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_walk_stays_within_its_bound(walks, name):
-    """Files touched and crossings between files do not grow without a decision to let them."""
+    """Files and crossings do not grow without a decision."""
     num_files, num_crossings = len(walks[name]["files"]), walks[name]["num_crossings"]
     assert (num_files <= MOST[name][0], num_crossings <= MOST[name][1]) == (True, True), (
         f"{name}: {num_files} files, {num_crossings} crossings; at most {MOST[name]}. "
@@ -33,7 +33,7 @@ def test_a_walk_stays_within_its_bound(walks, name):
 
 
 def test_a_walk_reaches_the_layers_it_is_about(walks):
-    """The figures are of real work: each walk enters the packages that it has to enter."""
+    """Each walk does real work: it enters the packages it is about."""
     expected = {
         "chat": {"server", "engine", "scheduler", "cache"},
         "block": {"engine", "scheduler", "cache", "transfer", "storage"},

@@ -1,5 +1,5 @@
-"""Near ties: where the best two logits are so close that another order of additions may swap
-them. They are logged; nothing is ever run again until it passes."""
+"""Near ties: the best two logits are so close that another order of additions may swap them.
+They are logged; no test is repeated until it passes."""
 
 import logging
 from typing import Any
@@ -10,7 +10,7 @@ NEAR_TIE = 1e-4
 
 
 def log_near_ties(choice: dict[str, Any]) -> None:
-    """Of a choice of /v1/completions that was asked for with two logprobs."""
+    """For a choice of /v1/completions that was requested with two logprobs."""
     for at, top in enumerate(choice["logprobs"]["top_logprobs"]):
         best = sorted(top.values(), reverse=True)
         if len(best) > 1 and best[0] - best[1] < NEAR_TIE:

@@ -1,4 +1,4 @@
-"""`headwater bench cache`: the figures it promises, and that its cache is an exact LRU."""
+"""`headwater bench cache`: it prints the documented figures, and its cache is an exact LRU."""
 
 import json
 from argparse import Namespace
@@ -67,7 +67,7 @@ def test_the_workload_is_the_same_every_time():
 
 
 def test_a_missing_or_broken_trace_is_a_sentence(tmp_path, capsys):
-    """What is wrong with a trace is said, with its line."""
+    """An error in a trace is reported with its line."""
     broken = tmp_path / "trace.jsonl"
     broken.write_text('{"hash_ids": [1], "input_length": 3, "output_length": 1}\n{}\n')
 
@@ -78,7 +78,7 @@ def test_a_missing_or_broken_trace_is_a_sentence(tmp_path, capsys):
 
 
 def test_every_configuration_finds_the_same_and_uses_its_tiers():
-    """What is compared differs in cost only; a configuration with tiers really writes to them."""
+    """Configurations differ only in cost; a configuration with tiers really writes to them."""
     parts = measure_parts(make_workload(60), capacity_blocks=4_000, block=64, repeats=1)
 
     assert list(parts) == ["device", "host", "storage", "events", "block_commits"]
@@ -91,7 +91,7 @@ def test_every_configuration_finds_the_same_and_uses_its_tiers():
 
 
 def test_steps_of_many_sequences_are_measured():
-    """Deciding and encoding of a step, with every block filling in the same step."""
+    """Scheduling and encoding of a step, with every block filling in the same step."""
     steps = measure_steps(40, block=16, num_steps=20)
 
     assert 0 < steps["median_ms"] <= steps["worst_ms"]

@@ -1,4 +1,4 @@
-"""`headwater bench eviction`: the figures it promises."""
+"""`headwater bench eviction` prints the documented figures."""
 
 import json
 
@@ -27,14 +27,14 @@ def test_json_has_the_promised_keys(capsys):
 
 
 def test_capacities_that_make_no_sense_are_a_sentence(capsys):
-    """What is wrong is said, with what was given."""
+    """The message has the given value."""
     for given in ("ten", "0", "5,-1"):
         assert main(["bench", "eviction", "--capacity", given]) == 1
         assert "--capacity" in capsys.readouterr().err
 
 
 def test_made_sessions_are_the_same_every_time():
-    """A seed is a workload, in order of time, whose ids have one predecessor each."""
+    """A seed gives one workload, sorted by time, whose ids have one predecessor each."""
     requests = make_sessions(200)
     assert requests == make_sessions(200)
     assert requests != make_sessions(200, seed=2)
@@ -48,7 +48,7 @@ def test_made_sessions_are_the_same_every_time():
 
 @pytest.mark.slow
 def test_hints_are_for_every_policy_but_the_lru(capsys):
-    """The gap is one from an LRU that is told nothing, whatever the others are told."""
+    """The gap is measured from an LRU without hints, whatever the other policies get."""
     flags = ["--requests", "800", "--capacity", "300", "--shape", "chats", "--json"]
     results = {}
     for hints in ("none", "perfect"):
@@ -70,7 +70,8 @@ def test_a_shape_is_of_made_sessions(tmp_path, capsys):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_are_the_same_every_time(shape):
-    """A shape and a seed are a workload, in order of time, whose ids have one predecessor."""
+    """A shape and a seed give one workload, sorted by time, whose ids have one predecessor
+    each."""
     requests = make_shape(shape, 300, 5)
     assert requests == make_shape(shape, 300, 5)
     assert len(requests) == 300

@@ -1,4 +1,4 @@
-"""Memory samples of the soak: bounded, and a leak is told from noise."""
+"""Memory samples of the soak: bounded, and a leak is distinguished from noise."""
 
 import gc
 
@@ -11,7 +11,7 @@ from headwater.bench._memory import MemorySamples
 
 @pytest.fixture
 def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the process is said to take, in bytes; the last entry counts."""
+    """The memory of the process in bytes, from a script; the last entry is repeated."""
     sizes = [100 << 20]
     monkeypatch.setattr(_memory, "resident_bytes", lambda: sizes[-1])
     monkeypatch.setattr(gc, "get_objects", list)
@@ -20,7 +20,7 @@ def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_leak_has_a_slope_and_noise_has_none(resident: list[int]) -> None:
-    """A MiB a minute is found among noise of a MiB; noise alone is flat."""
+    """One MiB per minute is found among noise of one MiB; noise alone is flat."""
     noise = np.random.default_rng(1).normal(0, 1 << 20, 400)
     for leak, is_flat in ((0, True), (1 << 20, False)):
         samples = MemorySamples()

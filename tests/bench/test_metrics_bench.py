@@ -9,7 +9,7 @@ from headwater.bench.metrics import main
 
 @pytest.mark.slow
 def test_it_reports_the_cost_of_counting(capsys):
-    """Shares of a step; the figure itself is the documentation's."""
+    """Shares of a step; the documentation has the figure itself."""
     assert main(["--quick", "--json", "--batch", "4"]) == 0
 
     result = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`headwater bench pd --quick` runs to its end and prints the figures that are named."""
+"""`headwater bench pd --quick` runs to its end and prints the documented figures."""
 
 import json
 

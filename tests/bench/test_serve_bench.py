@@ -1,4 +1,4 @@
-"""`headwater bench serve`: the figures it promises, and what it makes of streamed answers."""
+"""`headwater bench serve`: the documented figures, and parsing of streamed answers."""
 
 import json
 from itertools import pairwise
@@ -29,7 +29,7 @@ KEYS = {
 
 @pytest.mark.slow
 def test_json_has_the_promised_keys(capsys):
-    """One JSON object; with a cache a shared prefix is found again, without one it is not."""
+    """One JSON object; a shared prefix hits with a cache, and not without one."""
     flags = ["--quick", "--json", "--concurrency", "2", "--workloads", "shared-prefix"]
     assert main(["bench", "serve", *flags, "--output-tokens", "4"]) == 0
 
@@ -43,7 +43,7 @@ def test_json_has_the_promised_keys(capsys):
 
 
 def chunked(*events: object) -> list[bytes]:
-    """Each event as a server sends it: a chunk of its own."""
+    """Each event as a server sends it, in its own chunk."""
     lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
     lines.append(b"data: [DONE]\n\n")
     return [b"%x\r\n%s\r\n" % (len(line), line) for line in lines]
@@ -69,7 +69,7 @@ def answer_of(cuts: list[int]) -> Answer:
 
 @pytest.mark.parametrize("cut", range(40, 130, 7))
 def test_an_answer_is_read_wherever_the_network_cuts_it(cut):
-    """Events, tokens and usage do not depend on how bytes arrive."""
+    """Events, tokens and usage do not depend on how the bytes are divided."""
     answer = answer_of([cut])
 
     assert len(answer.event_times_s()) == 2
@@ -88,7 +88,8 @@ def test_figures_are_what_the_clients_saw():
 
 
 def test_ratios_are_ours_over_theirs():
-    """Each case that both ran gives one line; above 1 tokens/s is good, times are bad."""
+    """Each case that both ran gives one line; above 1 is better for tokens/s and worse for
+    times."""
     case = {"workload": "full-hit", "model": "tiny", "concurrency": 1, "cache": True}
     figures = dict.fromkeys(
         ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "tokens_per_cpu_s"), 2.0

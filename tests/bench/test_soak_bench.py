@@ -1,4 +1,5 @@
-"""`headwater bench soak`: ends with books balanced, and a seed repeats the same round."""
+"""`headwater bench soak` ends without violated invariants, and a seed repeats the same
+round."""
 
 import json
 
@@ -9,7 +10,7 @@ from headwater.cli import main
 
 
 def test_a_short_soak_ends_well(capsys):
-    """Lessons 20, 24, 44, 50: no wrong token, every slot back, whatever failed."""
+    """Lessons 20, 24, 44, 50: no wrong token and no lost slot, whatever failed."""
     assert main(["bench", "soak", "--minutes", "0", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)
@@ -28,5 +29,5 @@ def test_a_soak_of_the_built_in_model_ends_well(capsys):
 
 
 def test_a_seed_is_a_round():
-    """What failed once can be repeated."""
+    """A failed round can be repeated."""
     assert run_round(2) == run_round(2)

@@ -1,4 +1,4 @@
-"""`headwater bench tiers`: the figures it promises."""
+"""`headwater bench tiers` prints the documented figures."""
 
 import json
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_json_has_the_promised_keys(capsys):
-    """One JSON object on standard output; every tier and every direction is in it."""
+    """One JSON object on standard output with every tier and every direction."""
     assert main(["bench", "tiers", "--quick", "--pairs", "1", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)

@@ -47,7 +47,7 @@ class RayNodes:
 
 
 class Load:
-    """Clients that ask again and again until they are stopped, and what failed."""
+    """Clients that send requests until they are stopped, and the failures."""
 
     def __init__(self, url, headers, num_clients=3):
         self.url, self.headers = url, headers
@@ -98,7 +98,7 @@ def node_address():
 
 
 class RayCluster:
-    """`headwater up --ray`, and the commands that steer it."""
+    """`headwater up --ray`, and the commands that control it."""
 
     def __init__(self, nodes, folder):
         file = folder / "cluster.yaml"

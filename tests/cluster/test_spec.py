@@ -1,4 +1,4 @@
-"""The cluster file: what it accepts, what it refuses, and the command lines it becomes."""
+"""The cluster file: what it accepts and refuses, and its command lines."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def path(tmp_path):
 
 
 def test_a_file_becomes_command_lines(path):
-    """Flags of the cluster, of the role, of storage, links, keys and TLS all arrive."""
+    """Flags of the cluster, the role, storage, links, keys and TLS are all passed on."""
     spec = read_spec(path)
     first, second = router_processes(spec)
     instance = instance_process(spec, "prefill", 1, routers=["https://r1", "https://r2"])
@@ -77,7 +77,7 @@ def test_a_file_becomes_command_lines(path):
     ],
 )
 def test_mistakes_name_the_field(tmp_path, text, message):
-    """A sentence that says what is wrong and where."""
+    """The message says what is wrong and where."""
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"cluster|instances|gpus") as error:
@@ -99,7 +99,7 @@ def test_a_dry_run_prints_every_command_line_and_refuses_unknown_flags(path, cap
 
 
 def test_the_schema_in_the_project_is_the_one_of_the_code(capsys):
-    """`headwater up --schema > deploy/cluster.schema.json` renews it."""
+    """`headwater up --schema > deploy/cluster.schema.json` updates it."""
     assert main(["up", "--schema"]) == 0
     assert capsys.readouterr().out.encode() == schema()
     assert (ROOT / "deploy/cluster.schema.json").read_bytes() == schema()

@@ -1,4 +1,4 @@
-"""The supervisor's decisions, with processes that only exist on paper and a clock set by hand."""
+"""The supervisor's decisions, with simulated processes and a manual clock."""
 
 import threading
 from queue import SimpleQueue
@@ -37,7 +37,7 @@ class PaperProcess:
 
 
 class PaperHost:
-    """Remembers what was started; everything is ready at once, unless named in `broken`."""
+    """Records what was started; everything is ready at once, unless named in `broken`."""
 
     assigns_gpus = False
     ignores_stop = False
@@ -63,7 +63,7 @@ class PaperHost:
 
 
 class ManualClock:
-    """Time that a test moves; waits of the supervisor are real but short."""
+    """A clock that the test moves; waits of the supervisor are real but short."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -160,7 +160,7 @@ def test_a_process_that_dies_is_started_again_later_each_time_and_then_stays_dow
 
 
 def test_a_router_that_is_started_again_keeps_its_port(cluster):
-    """Clients and instances find it where it was."""
+    """Clients and instances find it at the same address."""
     cluster.host.runs("router")[-1].end()
     cluster.until("router", "restarting")
     cluster.clock.now_s += 2
@@ -170,7 +170,7 @@ def test_a_router_that_is_started_again_keeps_its_port(cluster):
 
 
 def test_scaling_starts_and_drains_instances(cluster):
-    """The highest numbers leave; a role that makes no sense is refused."""
+    """The highest numbers are drained; an unknown role is refused."""
     assert "decode-4" in {
         m["name"] for m in cluster.ask("scale", roles={"decode": 4})["members"]
     }
@@ -183,7 +183,7 @@ def test_scaling_starts_and_drains_instances(cluster):
 
 
 def test_a_drained_instance_stays_down(cluster):
-    """It is not started again; its exit is no death."""
+    """It is not started again; its exit does not count as a death."""
     cluster.ask("drain", name="decode-2")
     cluster.until("decode-2", "stopped")
     assert len(cluster.host.runs("decode-2")) == 1
@@ -191,7 +191,7 @@ def test_a_drained_instance_stays_down(cluster):
 
 
 def test_a_rolling_restart_restarts_one_after_the_other_with_new_flags(cluster):
-    """At no time are two of them down."""
+    """Two of them are never down at the same time."""
     spec = ClusterSpec(
         roles={"prefill": RoleSpec(count=1), "decode": RoleSpec(count=2)},
         flags={"max-model-len": 512},
@@ -232,14 +232,14 @@ def test_a_process_that_dies_before_it_was_ready_ends_the_start():
 
 
 def test_down_stops_instances_before_routers(cluster):
-    """Routers see instances leave."""
+    """Routers notice that instances leave."""
     cluster.ask("down")
     cluster.thread.join(10)
     assert not [one for one in cluster.host.started if one.is_alive]
 
 
 def test_instances_have_gpus_of_their_own():
-    """Also after scaling: a GPU that is taken is not given twice."""
+    """Also after scaling: a GPU in use is not assigned twice."""
     roles = {"mixed": RoleSpec(count=2)}
     cluster = Cluster(roles=roles, gpus_per_instance=1, gpus=[4, 5, 6]).start()
     cluster.ask("scale", roles={"mixed": 3})

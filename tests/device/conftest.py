@@ -1,4 +1,4 @@
-"""Models made once for all device tests, in a cache folder of their own."""
+"""Models made once for all device tests, in a separate cache folder."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from tests.device.families import Reference, save_family
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing of the user's is read or written, and the hub is never asked."""
+    """No file of the user is read or written, and the hub is never contacted."""
     named = {"HEADWATER_CACHE": str(tmp_path_factory.mktemp("cache")), "HF_HUB_OFFLINE": "1"}
     before = {name: os.environ.get(name) for name in named}
     os.environ.update(named)
@@ -28,7 +28,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model of a family, made at first use."""
+    """The folder of a tiny model of a family, made on first use."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:

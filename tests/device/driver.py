@@ -1,4 +1,4 @@
-"""Drives a runner by hand: sequences with slots of their own, steps of any composition."""
+"""Drives a runner directly: sequences with their own slots, steps of any composition."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Running:
 
 
 class Driver:
-    """Takes slots in a shuffled order, makes batches, keeps the books of its sequences."""
+    """Takes slots in shuffled order, makes batches, and tracks its sequences."""
 
     def __init__(
         self,
@@ -72,17 +72,17 @@ class Driver:
         params: SamplingParams = GREEDY,
         shared: Items[int] = (),
     ) -> Running:
-        """A new sequence; `shared` are slots whose full blocks it finds written already."""
+        """A new sequence; `shared` are slots whose full blocks are already written."""
         computed = len(shared) * self.block_tokens
         return Running(name, tokens.tolist(), len(tokens), list(shared), params, computed)
 
     def free(self, sequence: Running, *, but: int = 0) -> None:
-        """Give back its slots, all but the first `but`."""
+        """Free its slots, except the first `but`."""
         self._free.extend(sequence.slots[but:])
         del sequence.slots[but:]
 
     def step(self, *work: tuple[Running, int]) -> StepResult:
-        """Compute so many more tokens of each sequence, and collect."""
+        """Compute this many more tokens of each sequence, and collect."""
         self.submit(*work)
         return self.collect()
 
@@ -102,7 +102,7 @@ class Driver:
         return result
 
     def finish(self, *sequences: Running, count: int) -> None:
-        """Whole prompts, then steps together until each has `count` new tokens."""
+        """Whole prompts, then joint steps until each has `count` new tokens."""
         while todo := [s for s in sequences if len(s.output) < count]:
             self.step(*((s, len(s.tokens) - s.num_computed) for s in todo))
 

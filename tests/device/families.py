@@ -1,4 +1,5 @@
-"""A tiny random-weight instance of each served family, and its own `generate` as the truth."""
+"""A tiny random-weight model of each served family, with its own `generate` as the
+reference."""
 
 import json
 import logging
@@ -203,7 +204,7 @@ FAMILIES: dict[str, Any] = {
 
 
 def save_family(name: str, folder: Path, *, seed: int = 0, **sizes: int) -> Path:
-    """Write a model of this family whose attention matters to what it says."""
+    """Write a model of this family whose attention affects its output."""
     torch.manual_seed(seed)
     make: Any = hf.AutoModelForCausalLM
     config = FAMILIES[name]()
@@ -220,7 +221,7 @@ def save_family(name: str, folder: Path, *, seed: int = 0, **sizes: int) -> Path
 
 
 def quantize_experts(folder: Path) -> None:
-    """Give a gpt_oss model the 4-bit experts that its published weights have."""
+    """Give a gpt_oss model 4-bit experts, as in its published weights."""
     random = torch.Generator().manual_seed(0)
     weights = load_file(folder / "model.safetensors")
     for name in [
@@ -245,7 +246,7 @@ def prompt(num_tokens: int, *, seed: int = 0) -> Tokens:
 
 
 class Reference:
-    """The same folder in transformers alone, with its own attention and its own cache."""
+    """The same folder in transformers, with its own attention and cache."""
 
     def __init__(self, folder: Path, **loading: object) -> None:
         loader: Any = hf.AutoModelForCausalLM
@@ -275,7 +276,8 @@ class Reference:
 
 
 def assert_same_tokens(ours: list[int], theirs: list[int], gaps: list[float]) -> None:
-    """Token for token. A first difference at a near tie is logged, and ends the comparison."""
+    """Compare token for token. A first difference at a near tie is logged and ends the
+    comparison."""
     for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if gaps[at] < NEAR_TIE:
             log.warning("near tie at token %d: the best two are %.2g apart", at, gaps[at])

@@ -1,4 +1,4 @@
-"""What every test of the GPU path begins with: a reason to be skipped, or a device."""
+"""Imported by every GPU test: skips it without a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tiny models written in each quantised format, with the plain weights they stand for.
+"""Tiny models in each quantised format, with the plain weights that they represent.
 
 The writers here follow the formats' own descriptions and use loops over nibbles where the code
 under test uses shifts of whole tensors.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 Written = tuple[Tensors, Tensor]
-"""What a format stores for one linear layer, and the weight that this stands for."""
+"""The tensors of a linear layer in a format, and the dequantised weight."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FP8 = torch.float8_e4m3fn
@@ -51,7 +51,7 @@ def write_quantized(
 
 
 def fp8_tensor(weight: Tensor) -> Written:
-    """One scale for all."""
+    """One scale for the whole tensor."""
     scale = weight.abs().max() / 448
     codes = (weight / scale).to(FP8)
     parts = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(1.0)}
@@ -66,7 +66,7 @@ def fp8_channel(weight: Tensor) -> Written:
 
 
 def fp8_blocks(weight: Tensor, size: int = 24) -> Written:
-    """A scale for each block, where the last ones are not full."""
+    """A scale for each block; the last blocks are not full."""
     outputs, inputs = weight.shape
     down, across = -(-outputs // size), -(-inputs // size)
     scales, codes, whole = torch.zeros(down, across), torch.zeros_like(weight), weight.clone()
@@ -94,12 +94,12 @@ def int4_codes(weight: Tensor, group: int, *, has_zeros: bool) -> tuple[Tensor, 
 
 
 def whole_of(codes: Tensor, scale: Tensor, zero: Tensor, group_of: Tensor) -> Tensor:
-    """The weight that codes stand for."""
+    """The weight that the codes represent."""
     return (codes - zero[:, group_of]) * scale[:, group_of]
 
 
 def packed(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Eight values in an integer along `dim`, nibble i from place `order[i]`."""
+    """Eight values in an integer along `dim`, nibble i from position `order[i]`."""
     moved = values.movedim(dim, -1)
     out = torch.zeros((*moved.shape[:-1], moved.shape[-1] // 8), dtype=torch.int64)
     for nibble, place in enumerate(order):
@@ -127,7 +127,7 @@ def gptq(weight: Tensor, *, group: int = 32, offset: int = 1, ordered: bool = Tr
 
 
 def awq(weight: Tensor, *, group: int = 32) -> Written:
-    """Outputs packed, in an order of their own."""
+    """Outputs packed, in AWQ's order."""
     codes, scale, zero = int4_codes(weight, group, has_zeros=True)
     parts = {
         "qweight": packed(codes.T, 1, AWQ_ORDER),

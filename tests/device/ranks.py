@@ -1,4 +1,4 @@
-"""Real rank processes for tests: started once, given one model after another."""
+"""Real rank processes for tests: started once, with one model after another."""
 
 import socket
 import tempfile
@@ -77,7 +77,7 @@ class RankHarness:
         return model
 
     def runner(self, model: LoadedModel, **sizes: Any) -> ParallelRunner:
-        """A runner over all ranks; what the tests' `Driver` calls a runner class."""
+        """A runner over all ranks, in the form of a runner class for the tests' `Driver`."""
         assert self._group is not None
         own = {name: sizes.pop(name) for name in ("depth",) if name in sizes}
         told = OpenRunner(**sizes, min_rows=model.min_rows)

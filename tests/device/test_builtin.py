@@ -1,4 +1,4 @@
-"""The built-in model: made from a seed, the same everywhere, whole or not at all."""
+"""The built-in model: made from a seed, the same everywhere, complete or not at all."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
 
 
 def test_it_is_made_once_and_kept(tmp_path: Path) -> None:
-    """The second time nothing is written, and no draft stays behind."""
+    """The second time nothing is written, and no temporary folder remains."""
     folder = ensure_model("small", SMALL)
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
 
@@ -45,7 +45,7 @@ def test_it_is_made_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
-    """A crash half-way is a model not made, never half a model (lesson 61)."""
+    """After a crash in the middle there is no model, never a partial one (lesson 61)."""
     target = tmp_path / "model"
 
     def crash(draft: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
 def test_a_broken_generation_config_is_a_sentence(
     tmp_path: Path, content: str, sentence: str
 ) -> None:
-    """Lesson 61: the file that is at fault is named, and nothing half loaded is left."""
+    """Lesson 61: the message names the file, and nothing half loaded is left."""
     folder = make_llama(tmp_path / "model", SMALL, seed=0)
     (folder / "generation_config.json").write_text(content)
 
@@ -80,7 +80,7 @@ def test_a_broken_generation_config_is_a_sentence(
 
 
 def test_the_generation_config_names_the_end(tmp_path: Path) -> None:
-    """One id or several; without a word there, the model's own config decides."""
+    """One id or several; without them, the model's own config is used."""
     folder = make_llama(tmp_path / "model", SMALL, seed=0)
     path = folder / "generation_config.json"
     path.write_text('{"eos_token_id": [3, 5]}')
@@ -95,7 +95,7 @@ def test_the_generation_config_names_the_end(tmp_path: Path) -> None:
 
 
 def test_of_two_that_race_the_first_wins(tmp_path: Path) -> None:
-    """The loser's work is dropped in silence; the winner's folder is not touched."""
+    """The second one's work is dropped silently; the first one's folder is not touched."""
     target = tmp_path / "model"
 
     with filled_whole(target) as slow:
@@ -128,7 +128,7 @@ def test_the_tokenizer_keeps_every_byte(text: str) -> None:
 
 
 def test_every_id_of_a_larger_vocabulary_decodes() -> None:
-    """Ids beyond the bytes, which random weights choose, are words and not nothing."""
+    """Ids beyond the bytes, which random weights sample, decode to words."""
     tokenizer = builtin._tokenizer(300)
 
     words = [tokenizer.decode([token]) for token in range(264, 300)]
@@ -138,7 +138,7 @@ def test_every_id_of_a_larger_vocabulary_decodes() -> None:
 
 
 def test_the_chat_template_marks_the_turns() -> None:
-    """Roles and ends are special tokens, and the answer is asked for."""
+    """Roles and ends are special tokens, and the prompt asks for an answer."""
     config = json.loads((ensure() / "tokenizer_config.json").read_text())
     template = jinja2.Template(config["chat_template"])
 
@@ -151,7 +151,7 @@ def test_the_chat_template_marks_the_turns() -> None:
 
 @pytest.mark.slow
 def test_it_runs_and_says_what_transformers_says() -> None:
-    """Loaded with no name given; greedy tokens equal those of `generate`."""
+    """Loaded without a name; greedy tokens equal those of `generate`."""
     model = load(None)
     tokens = np.frombuffer(b"Every command works offline.", dtype=np.uint8).astype(np.int32)
     driver = Driver(model)

@@ -1,4 +1,4 @@
-"""Buffers: which rows share them, and when their content is trusted."""
+"""Contiguous buffers: which rows share them, and when their content is valid."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_a_new_buffer_is_a_copy_of_the_pool(pool: KVPool, buffers: ContiguousKV)
 
 
 def test_a_buffer_is_kept_from_step_to_step(pool: KVPool, buffers: ContiguousKV) -> None:
-    """It is not filled again: what only the buffer has is still there."""
+    """It is not filled again: content that only the buffer has is still there."""
     tables = np.array([[5, 2]])
     placed, _ = buffers.place(NAMES[:1], tables, np.array([7]))
     pool.mark_written(np.array([2]))
@@ -62,7 +62,8 @@ def test_a_buffer_is_kept_from_step_to_step(pool: KVPool, buffers: ContiguousKV)
 def test_a_buffer_that_cannot_be_proved_is_filled_again(
     pool: KVPool, buffers: ContiguousKV, change: str
 ) -> None:
-    """Another write to a slot, another slot, or a step it did not see: never a wrong block."""
+    """After another write to a slot, with another slot, or after a missed step: never a wrong
+    block."""
     tables = np.array([[5, 2]])
     placed, _ = buffers.place(NAMES[:1], tables, np.array([6]))
     buffers.advance(placed, tables, np.array([6]))
@@ -113,7 +114,7 @@ def test_holes_are_closed_when_many_rows_have_left(pool: KVPool) -> None:
 def test_a_shared_prefix_is_in_one_buffer_until_others_need_it(
     pool: KVPool, buffers: ContiguousKV
 ) -> None:
-    """Only what is a row's own is copied; the rest follows when rows no longer share it."""
+    """Only a row's own blocks are copied; the rest follows when rows no longer share it."""
     tables = np.array([[5, 2, 1], [5, 2, 3]])
     contexts = np.array([11, 11])
     placed, _ = buffers.place(NAMES, tables, contexts, shared_blocks=2)

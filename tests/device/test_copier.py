@@ -1,4 +1,4 @@
-"""The CPU copier: whole blocks, both ways, bytes exactly, beside a running loop."""
+"""The CPU copier: whole blocks, both directions, exact bytes, while a loop runs."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.interpreter import holds_interpreter
 
 
 class Shape:
-    """As much of a model as a pool wants to know."""
+    """The part of a model that a pool needs."""
 
     num_layers, kv_heads, head_dim = 2, 2, 8
     has_fp8_kv = False
@@ -96,7 +96,7 @@ def test_the_host_has_the_same_bytes_in_the_same_order():
 
 
 def test_a_copy_lets_go_of_the_interpreter():
-    """Lesson 13: the loop has its turns while a whole block is moved."""
+    """Lesson 13: the loop continues while a whole block is copied."""
     model: Any = Shape(torch.float32)
     model.num_layers, model.head_dim = 64, 1024
     pool = KVPool(model, num_blocks=1, block_tokens=64)

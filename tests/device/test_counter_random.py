@@ -1,4 +1,4 @@
-"""Chance is a pure function of seed and position, and looks like chance."""
+"""Random numbers are a pure function of seed and position."""
 
 import numpy as np
 from hypothesis import given
@@ -9,7 +9,7 @@ from headwater.device.counter_random import uniform
 
 @given(st.integers(), st.integers(min_value=0, max_value=2**31))
 def test_the_same_question_has_the_same_answer(seed: int, position: int) -> None:
-    """Alone or among others, any integer seed, and never 1."""
+    """Alone or in a batch, for any integer seed, and never 1."""
     alone = uniform([seed], np.array([position]))
     among = uniform([seed + 1, seed, 7], np.array([position, position, 0]))
 

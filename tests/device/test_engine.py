@@ -1,4 +1,4 @@
-"""The whole engine on real models: the equalities of the scheduler, with KV that counts."""
+"""The whole engine on real models: the equalities of the scheduler, with real KV."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,11 +34,11 @@ WAYS: tuple[dict[str, Any], ...] = (
         "min_tokens": 3,
     },
 )
-"""Greedy, seeded, and seeded with everything that looks back at the output."""
+"""Greedy, seeded, and seeded with everything that depends on earlier output."""
 
 
 def make_workload(rng: np.random.Generator, count: int) -> list[Request]:
-    """Prompts that share beginnings, of all lengths, continued in all ways."""
+    """Prompts of all lengths with common beginnings, continued in all ways."""
     stems = rng.integers(0, VOCAB, size=(2, 20)).astype(np.int32)
     requests = []
     for number in range(count):
@@ -91,7 +91,7 @@ def make_core(
 def run(
     core: EngineCore, requests: Sequence[Request]
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """Tokens of each request, and how far the chosen one was ahead of the next, all at once."""
+    """Tokens of each request, and the distance to the second best token, all at once."""
     outputs: dict[str, tuple[list[int], list[float]]] = {
         r.request_id: ([], []) for r in requests
     }
@@ -113,8 +113,9 @@ def run(
 def test_cached_chunked_and_preempted_equal_alone(
     family: Callable[[str], Path], name: str, depth: int
 ) -> None:
-    """Each request alone and uncached, against all at once, twice over, in a pool that hardly
-    holds the longest: every token the same, greedy and seeded, with windows, caps and sinks."""
+    """Each request alone and uncached, compared with all at once, twice, in a pool that barely
+    holds the longest: every token is the same, greedy and seeded, with windows, caps and
+    sinks."""
     model = load(family(name))
     requests = make_workload(np.random.default_rng(depth), 9)
     alone = {

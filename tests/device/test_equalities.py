@@ -1,4 +1,4 @@
-"""However a sequence is cut, packed, cached and placed, it says the same tokens."""
+"""A sequence gives the same tokens, however it is chunked, batched, cached and placed."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_chunked_equals_whole(
 def test_a_mixed_batch_equals_separate_ones(
     llama: LoadedModel, llama_reference: Reference, truth: tuple[list[int], list[float]]
 ) -> None:
-    """Decodes and chunks of prompts in one packed batch, in any order of rows."""
+    """Decodes and prompt chunks in one packed batch, in any order of rows."""
     driver = Driver(llama)
     old = driver.add(prompt(WHOLE), name="old")
     new, late = (driver.add(prompt(n, seed=n), name=str(n)) for n in (50, 23))
@@ -70,7 +70,7 @@ def test_a_mixed_batch_equals_separate_ones(
 def test_a_prefix_written_by_another_row_equals_a_computed_one(
     llama: LoadedModel, truth: tuple[list[int], list[float]]
 ) -> None:
-    """Cached = uncached: two blocks are read from the slots another sequence filled."""
+    """Cached = uncached: two blocks are read from slots that another sequence filled."""
     driver = Driver(llama)
     first = driver.add(prompt(WHOLE), name="first")
     driver.step((first, WHOLE))
@@ -86,7 +86,7 @@ def test_a_prefix_written_by_another_row_equals_a_computed_one(
 def test_decoded_blocks_are_a_prefix_too(
     llama: LoadedModel, llama_reference: Reference
 ) -> None:
-    """What buffers computed is in the pool: a later row reads it there (lesson 41)."""
+    """KV computed in buffers is in the pool: a later row reads it there (lesson 41)."""
     driver = Driver(llama, block_tokens=4)
     first = driver.add(prompt(5), name="first")
     driver.finish(first, count=20)
@@ -102,8 +102,8 @@ def test_decoded_blocks_are_a_prefix_too(
 def test_a_name_used_again_never_meets_the_old_buffer(
     llama: LoadedModel, llama_reference: Reference
 ) -> None:
-    """A sequence with the name, the length and the very slots of one just finished, but
-    other tokens: its buffer is filled anew, because its slots have been written since."""
+    """A sequence with the name, the length and the slots of one that just finished, but other
+    tokens: its buffer is filled again, because its slots have been written since."""
     driver = Driver(llama, num_blocks=4)
     old = driver.add(prompt(32, seed=1), name="same")
     driver.finish(old, count=3)
@@ -125,7 +125,7 @@ def test_a_name_used_again_never_meets_the_old_buffer(
 def test_rows_that_come_and_go_keep_their_tokens(
     llama: LoadedModel, llama_reference: Reference
 ) -> None:
-    """Buffers are taken, left, moved and shared by rows of very different lengths."""
+    """Rows of very different lengths take, leave, move and share buffers."""
     driver = Driver(llama, num_blocks=128, contiguous_bytes=1 << 22)
     sizes = [3, 150, 9, 61, 30, 12]
     rows = [driver.add(prompt(n, seed=n), name=str(n)) for n in sizes]
@@ -146,7 +146,7 @@ def test_rows_that_come_and_go_keep_their_tokens(
 def test_two_steps_in_flight_equal_one(
     llama: LoadedModel, llama_reference: Reference, num_rows: int
 ) -> None:
-    """With depth 2 the next input is carried on the device from the step before."""
+    """With depth 2 the next input is carried on the device from the previous step."""
     one, two = Driver(llama), Driver(llama, depth=2)
     plain = [one.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
     carried = [two.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]

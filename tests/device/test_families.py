@@ -1,4 +1,4 @@
-"""Every served family says, token for token, what transformers' own `generate` says."""
+"""Every served family gives, token for token, the output of transformers' own `generate`."""
 
 import json
 from pathlib import Path
@@ -30,15 +30,15 @@ COUNT = 16
 
 
 def test_every_served_family_is_tested() -> None:
-    """The list of what is served and the list of what is compared are one list."""
+    """Every served family is also compared."""
     assert set(FAMILIES) == SERVED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_tokens_equal_generate(name: str, family: Any) -> None:
-    """Windows, soft-caps, sinks and scalings are honoured: prompts beyond the window,
-    decoded together and in chunks, give the tokens of an untouched model."""
+    """Windows, soft-caps, sinks and scalings are honoured: prompts longer than the window,
+    decoded together and in chunks, give the tokens of the unchanged model."""
     reference, model = Reference(family(name)), load(family(name))
     driver = Driver(model, block_tokens=4)
     long, short = prompt(41, seed=1), prompt(6, seed=2)
@@ -61,7 +61,7 @@ def test_tokens_equal_generate(name: str, family: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_a_survey_without_torch_agrees_with_the_loaded_model(name: str, family: Any) -> None:
-    """`headwater check` says what is served: the same layout, type and context."""
+    """`headwater check` reports what is served: the same layout, type and context."""
     folder = family(name)
     (folder / "tokenizer.json").write_text("{}")
 
@@ -76,7 +76,7 @@ def test_a_survey_without_torch_agrees_with_the_loaded_model(name: str, family: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_tokens_equal_generate_when_packed(name: str, family: Any) -> None:
-    """Every linear layer, gate and norm replaced by its packed form, in every family."""
+    """With every linear layer, gate and norm in its packed form, in every family."""
     model = load(family(name), packed=False)
     assert pack(model.module, min_packed_weights=0)
     driver = Driver(model, block_tokens=4)
@@ -125,7 +125,7 @@ def test_four_bit_experts_are_turned_back_to_the_serving_dtype(tmp_path: Path) -
 def test_what_is_not_served_is_refused_with_its_reason(
     config: dict[str, Any], why: str
 ) -> None:
-    """A model that would come out wrong is refused before it is loaded."""
+    """A model whose results would be wrong is refused before it is loaded."""
     with pytest.raises(ModelError, match=why):
         check_served(config)
 
@@ -144,7 +144,7 @@ def test_kimi_k2_is_served_as_the_deepseek_model_it_is(tmp_path: Path) -> None:
 
 
 def test_longrope_is_limited_to_the_length_where_frequencies_change() -> None:
-    """Beyond it one long sequence would change the KV of every other in the batch."""
+    """Beyond it, one long sequence would change the KV of all others in the batch."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
     assert max_positions({"max_position_embeddings": 131072}, rope) == 4096
@@ -154,7 +154,7 @@ def test_longrope_is_limited_to_the_length_where_frequencies_change() -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    """The sentence says what is missing, or what is wrong with what is there."""
+    """The message says what is missing or wrong."""
     with pytest.raises(ModelError, match=r"no config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -167,7 +167,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "reshaped", "cut"])
 def test_weights_that_are_not_whole_are_refused(damage: str, tmp_path: Path) -> None:
-    """A weight the folder lacks is an error: transformers would make it up (lesson 61)."""
+    """A missing weight is an error: transformers would make it random (lesson 61)."""
     shape = LlamaShape(layers=1, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8)
     path = make_llama(tmp_path, shape) / "model.safetensors"
     weights = load_file(path)

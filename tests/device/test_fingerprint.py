@@ -34,14 +34,14 @@ def test_one_changed_byte_is_another_model(folder: Path, name: str) -> None:
 
 
 def test_a_copy_elsewhere_is_the_same_model(folder: Path, tmp_path: Path) -> None:
-    """The place is not part of what a model is."""
+    """The location is not part of the identity."""
     shutil.copytree(folder, tmp_path / "elsewhere")
 
     assert fingerprint(tmp_path / "elsewhere") == fingerprint(folder)
 
 
 def test_it_is_remembered_by_sizes_and_times(folder: Path) -> None:
-    """The weights are not read again: a change that leaves size and time is not seen."""
+    """The weights are not read again: a change that keeps size and time is not noticed."""
     weights = folder / "model.safetensors"
     stamp = weights.stat()
     before = fingerprint(folder)
@@ -57,7 +57,7 @@ def test_it_is_remembered_by_sizes_and_times(folder: Path) -> None:
 def test_a_damaged_note_is_a_hashing_not_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is in the cache folder, the answer is right."""
+    """Whatever is in the cache folder, the result is right."""
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
     before = fingerprint(folder)
     (note,) = (tmp_path / "cache" / "fingerprints").iterdir()

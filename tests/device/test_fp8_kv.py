@@ -1,4 +1,5 @@
-"""KV in 8 bits: what is stored, and that caching, chunks, tiers and hand-offs change no token."""
+"""KV in 8 bits: the stored bytes, and that caching, chunks, tiers and hand-offs change no
+token."""
 
 import random
 from dataclasses import replace
@@ -46,7 +47,8 @@ def reference(head: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_are_rounded_as_the_format_says(dtype: torch.dtype) -> None:
-    """Heads of all sizes, with zeros, ones at the edge of a scale, and very small ones."""
+    """Heads of all magnitudes, with zeros, values at the edge of a scale, and very small
+    ones."""
     generator = torch.Generator().manual_seed(1)
     sizes = 10.0 ** torch.arange(-4, 4).float()[:, None]
     heads = torch.randn((8, 24), generator=generator) * sizes
@@ -66,7 +68,7 @@ def test_heads_are_rounded_as_the_format_says(dtype: torch.dtype) -> None:
 
 
 def test_a_block_holds_numbers_and_scales_in_one_piece(fp8: LoadedModel) -> None:
-    """Twice the tokens of a 16-bit type, but for a byte for each head; another kv_format."""
+    """Twice the tokens of a 16-bit type, except for one byte per head; another kv_format."""
     pool = Fp8KVPool(fp8, num_blocks=6, block_tokens=4)
     heads = 2 * fp8.num_layers * 4 * fp8.kv_heads
     keys, values = torch.randn(2, 5, fp8.kv_heads, fp8.head_dim).unbind(0)
@@ -115,7 +117,7 @@ def test_however_it_is_cut_and_cached_it_says_the_same(fp8: LoadedModel) -> None
 def test_it_is_another_cache_than_that_of_the_dtype(
     llama: LoadedModel, fp8: LoadedModel
 ) -> None:
-    """Rounding is really there: log-probabilities differ, by little."""
+    """Rounding has an effect: log-probabilities differ a little."""
 
     def logits(model: LoadedModel) -> torch.Tensor:
         driver = Driver(model)
@@ -139,7 +141,7 @@ def test_it_is_another_cache_than_that_of_the_dtype(
 @pytest.mark.slow
 @pytest.mark.parametrize("family_name", ["gemma2", "gpt_oss"])
 def test_windows_sinks_and_soft_caps_read_it(family_name: str, family: Any) -> None:
-    """The layers whose scores are written out attend what was stored, too."""
+    """Layers with materialised scores also read the stored values."""
     model = replace(load(family(family_name)), has_fp8_kv=True)
     expected = outputs(model, block_tokens=4)
 

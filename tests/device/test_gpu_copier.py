@@ -1,4 +1,4 @@
-"""CudaCopier: bytes exactly, behind the model's own writes, from a slab pinned meanwhile."""
+"""CudaCopier: exact bytes, after the model's own writes, from a slab that is being pinned."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ NUM_BLOCKS = 48
 
 
 class Shape:
-    """As much of a model as a pool wants to know: blocks of 2 MiB."""
+    """The part of a model that a pool needs: blocks of 2 MiB."""
 
     num_layers, kv_heads, head_dim = 8, 8, 128
     has_fp8_kv = False
@@ -82,7 +82,7 @@ class GpuCopierHarness:
         self.mover.start([plan], now=self.clock.now())
 
     def end(self, count: int = 1) -> None:
-        """Wait for the outcomes of so many jobs."""
+        """Wait for the outcomes of this many jobs."""
         while count:
             outcomes = self.mover.take(now=self.clock.now())
             assert all(outcome.status is JobStatus.DONE for outcome in outcomes)
@@ -95,7 +95,7 @@ DOWN, UP = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
 
 
 def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
-    """Device, host, file, host, device: the same bytes, NaN payloads and all."""
+    """Device, host, file, host, device: the same bytes, including NaN payloads."""
     harness = GpuCopierHarness(tmp_path)
     harness.pool.data.view(torch.int16).random_(-(1 << 15), (1 << 15) - 1)
     before = harness.pool.data.view(torch.int16).clone()
@@ -124,8 +124,8 @@ def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
 def test_a_demotion_follows_the_write_it_copies(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lesson 21: a block written by work that is queued and not done is copied after it. With
-    the edge taken out the old bytes are copied, so this test sees the edge."""
+    """Lesson 21: a block that queued work writes is copied after that work. Without the
+    dependency the old bytes are copied, so this test detects it."""
     harness = GpuCopierHarness()
     if not ordered:
         monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
@@ -147,7 +147,7 @@ def test_a_demotion_follows_the_write_it_copies(
 
 
 def test_many_jobs_both_ways_beside_the_model() -> None:
-    """Blocks go around through the host while the device computes; every one comes back."""
+    """Blocks go to the host and back while the device computes; every block is intact."""
     harness = GpuCopierHarness()
     harness.pool.data.normal_()
     before = harness.pool.data[:16].clone()
@@ -170,7 +170,7 @@ def test_many_jobs_both_ways_beside_the_model() -> None:
 
 
 def test_neighbours_are_one_copy_within_a_piece() -> None:
-    """Side by side on both ends; a run ends where either does, or where another piece begins."""
+    """Adjacent on both sides; a run ends where either does, or where another piece begins."""
     host, device = np.array([3, 4, 5, 6, 9, 8]), np.array([0, 1, 2, 7, 8, 9])
 
     starts, counts = runs(host, device, host // 5)
@@ -180,7 +180,7 @@ def test_neighbours_are_one_copy_within_a_piece() -> None:
 
 
 def test_copies_begin_before_the_slab_is_pinned() -> None:
-    """A slab of several pieces: the last slot is asked for first and is served at once."""
+    """A slab of several pieces: the last slot is needed first and is pinned at once."""
     harness = GpuCopierHarness(host_slots=1024)
     harness.pool.data.normal_()
 

@@ -1,4 +1,4 @@
-"""Every kernel against float64 on fresh random input, its output poisoned before."""
+"""Every kernel against float64 on random input; its output is poisoned before."""
 
 import math
 from collections.abc import Callable
@@ -54,12 +54,12 @@ def ints(values: object) -> Tensor:
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    """Relative; NaN if anything was not written."""
+    """Relative error; NaN if something was not written."""
     return float((ours.double() - exact).norm() / exact.norm())
 
 
 def gated(both: Tensor) -> Tensor:
-    """`silu(gate) * up` of rows whose numbers are those of gate and up in turn."""
+    """`silu(gate) * up` of rows with gate and up interleaved."""
     return torch.nn.functional.silu(both[:, 0::2]) * both[:, 1::2]
 
 
@@ -101,7 +101,7 @@ class Pool:
         return [self._random.permutation(len(self.data))[:n] for n in wanted]
 
     def own_tables(self, contexts: list[int]) -> list[np.ndarray]:
-        """Tables that share nothing; NaN behind each context, left by an earlier sequence."""
+        """Tables that share nothing; NaN after each context, left by an earlier sequence."""
         widths = [-(-context // self.block_tokens) for context in contexts]
         slots = self._random.permutation(sum(widths))
         tables = np.split(slots, np.cumsum(widths)[:-1])
@@ -132,7 +132,7 @@ class Pool:
 def test_decodes(
     shape: tuple[int, int, int, int], variant_name: str, dtype: torch.dtype
 ) -> None:
-    """Rows of all lengths, absent ones too, whole and in pieces."""
+    """Rows of all lengths, including unused ones, whole and in pieces."""
     pool = Pool(shape, dtype)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     contexts = [1, pool.block_tokens, pool.block_tokens + 1, 700, 2049, 5]
@@ -171,7 +171,7 @@ def test_decodes_of_whole_tiles(
     shape: tuple[int, int, int, int], variant_name: str, num_rows: int
 ) -> None:
     """Heads alone and together, few rows and many, every layer again with the same counters;
-    NaN behind a row's context, left by an earlier owner of the block, changes nothing."""
+    NaN after a row's context, left by an earlier owner of the block, changes nothing."""
     pool = Pool(shape, torch.bfloat16)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     random = np.random.default_rng()
@@ -209,7 +209,7 @@ def test_decodes_of_whole_tiles(
 def chunk_work(
     pool: Pool, counts: list[int], contexts: list[int], tables: list[np.ndarray]
 ) -> ChunkWork:
-    """Tiles as a step would have them where no kernel takes many."""
+    """Tiles of a step without a kernel for many tiles."""
     widths = [len(table) for table in tables]
     tile = tile_queries(pool.data.dtype, pool.dim, max(counts))
     shared = tiles(
@@ -260,8 +260,8 @@ def test_chunks(
     dtype: torch.dtype,
     chunks: tuple[list[int], list[int]],
 ) -> None:
-    """Chunks with and without a prefix, of one token and of many, packed into one batch; and
-    few queries over much, whose keys are split_contexts into parts."""
+    """Chunks with and without a prefix, of one token and of many, in one batch; and few queries
+    over long contexts, whose keys are cut into parts."""
     pool = Pool(shape, dtype)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     tables = pool.tables(chunks[1])
@@ -274,9 +274,9 @@ def test_chunks(
     [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128), (4, 1, 128, 192), (18, 6, 64, 64)],
 )
 def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """Hopper's own kernel, as it is for many: all heads at a time, some or one KV head after
-    another; up to four items a program; and every place where a tile of keys, a page of the pool
-    or a row may end."""
+    """The Hopper kernel for many tiles: all heads at a time, some, or one KV head after
+    another; up to four items per program; and every position where a tile of keys, a page of
+    the pool or a row may end."""
     pool = Pool(shape, dtype)
     if not has_hopper_kernel(pool.data):
         pytest.skip("for Hopper, and a version of Triton it is known to work with")
@@ -291,7 +291,7 @@ def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotary_stores_what_it_turned(normed: bool) -> None:
-    """Q and K in place, K and V in the pool and nowhere else; a slot of -1 is no slot."""
+    """Q and K in place, K and V in the pool and nowhere else; slot -1 is not stored."""
     heads, kv_heads, dim, block = 4, 2, 32, 8
     packed = torch.randn(5, (heads + 2 * kv_heads) * dim, device=DEVICE)
     positions, slots = ints([0, 5, 8, 17, 3]), ints([3, 2, 7, -1, 9])
@@ -320,7 +320,7 @@ def test_rotary_stores_what_it_turned(normed: bool) -> None:
 
 
 def test_rows_of_activations() -> None:
-    """Embedding with carried tokens, norm and gate, at sizes that are no power of two."""
+    """Embedding with carried tokens, norm and gate, at sizes that are not powers of two."""
     table = torch.randn(30, 48, device=DEVICE)
     tokens, carry, chosen = ints([3, 0, 5]), ints([-1, 1, -1]), ints([9, 7])
     assert torch.equal(rows.embed(tokens, carry, chosen, table), table[[3, 7, 5]])
@@ -347,7 +347,7 @@ def test_products_of_one_row() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 30, 47, 48, 64, 120, 128, 250, 2190])
 def test_gate_and_up(num_rows: int) -> None:
-    """Turned around or not, in one kernel or in two, as the number of rows has it; every row,
+    """Transposed or not, in one kernel or in two, depending on the number of rows; every row,
     and no other."""
     x = torch.randn(num_rows, 512, device=DEVICE).bfloat16()
     weight = torch.randn(1536, 512, device=DEVICE).bfloat16()

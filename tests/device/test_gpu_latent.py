@@ -1,4 +1,4 @@
-"""Kernels over latent KV against float64 on fresh random input, their outputs poisoned before."""
+"""Kernels over latent KV against float64 on random input; outputs are poisoned before."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ __all__ = ["pytestmark"]
 DEVICE = torch.device("cuda")
 NAN, LAYER, SCALING, PLAIN = float("nan"), 1, 0.1, 12
 SHAPES = [(4, 32, 8, 4), (20, 64, 16, 16), (16, 512, 64, 64), (128, 512, 64, 16)]
-"""Heads, numbers of a latent, rotated numbers, block tokens."""
+"""Heads, latent size, rotated size, block tokens."""
 
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -76,7 +76,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def test_decodes_in_one_piece_and_in_many(
     shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
-    """Rows of all lengths; rows that are not there are left alone."""
+    """Rows of all lengths; unused rows are not changed."""
     rows = Rows(shape, [1, 700, 33, 192, 3000], dtype)
     num_rows = len(rows.contexts) + 2
     pieces = split_contexts(np.array(rows.contexts, dtype=np.int64), num_rows, 1)
@@ -144,7 +144,7 @@ def test_chunks_whole_and_in_parts(
 
 @pytest.mark.parametrize("pairs", list(RotaryPairs))
 def test_latents_are_normed_rotated_and_stored(pairs: RotaryPairs) -> None:
-    """In each order of rotated numbers; a token without a slot is stored nowhere."""
+    """In each order of rotated elements; a token without a slot is not stored."""
     heads, latent, rotated, block_tokens = SHAPES[1]
     size, half = latent + rotated, rotated // 2
     tokens = 7

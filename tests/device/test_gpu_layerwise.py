@@ -39,8 +39,8 @@ def model() -> LoadedModel:
 
 
 def serve_again(model: LoadedModel, turns: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of prompts computed, and of the same prompts found on the host, stale bytes being
-    where they are loaded to."""
+    """Tokens of computed prompts, and of the same prompts found on the host; the load targets
+    contain stale bytes."""
     engine = GpuEngine(
         model, num_blocks=BLOCKS + 16, host_blocks=BLOCKS * 4, max_num_seqs=4,
         max_batched_tokens=1024, load_policy="wait",
@@ -69,7 +69,7 @@ def test_overlapping_a_load_equals_computing(model: LoadedModel) -> None:
 def test_without_the_edge_a_step_reads_what_has_not_arrived(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above sees the edge: with it taken out, tokens differ."""
+    """The test above detects the dependency: without it, tokens differ."""
     monkeypatch.setattr(Arrival, "order", lambda self, layer, stream: None)
 
     first, again = serve_again(model, turns=4)

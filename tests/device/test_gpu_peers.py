@@ -1,4 +1,5 @@
-"""Prefill and decode apart, both on a GPU: blocks pass through pinned buffers."""
+"""Prefill and decode on separate instances, both on a GPU: blocks pass through pinned
+buffers."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""The slab is pinned in the background: what a copy needs first, all of it in the end."""
+"""The slab is pinned in the background: pieces that a copy needs come first."""
 
 from threading import Event, Lock
 
@@ -14,7 +14,7 @@ SLOTS = 64
 
 
 class Driver:
-    """Stands in for the CUDA driver, which this machine has not: pins when it is told to."""
+    """Stands in for the CUDA driver: pins when it is told to."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.go_on = Event()
@@ -80,7 +80,7 @@ def test_what_is_waited_for_comes_next(slab: HostSlab) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_told_to_the_copy(slab: HostSlab) -> None:
-    """Lesson 20: a failed copy reaches the request; no copy waits for ever."""
+    """Lesson 20: the copy fails, and no copy waits for ever."""
     driver = Driver(fails=True)
     driver.go_on.set()
     whole = PinnedSlab(slab, driver)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Kernels of quantised weights and 8-bit KV, against float64 over what is really stored."""
+"""Kernels of quantised weights and 8-bit KV, against float64 over the stored values."""
 
 from dataclasses import replace
 from typing import Any
@@ -81,7 +81,7 @@ def filled_pool(kv_heads: int, dim: int, block_tokens: int) -> Fp8KVPool:
 @pytest.mark.parametrize("variant_name", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decodes_over_8_bit_kv(shape: tuple[int, int, int, int], variant_name: str) -> None:
-    """Rows of all lengths, absent ones too, whole and in pieces."""
+    """Rows of all lengths, including unused ones, whole and in pieces."""
     heads, kv_heads, dim, block_tokens = shape
     pool = filled_pool(kv_heads, dim, block_tokens)
     variant = VARIANTS[variant_name](heads, dim**-0.5)
@@ -124,7 +124,7 @@ def test_decodes_over_8_bit_kv(shape: tuple[int, int, int, int], variant_name: s
 def test_chunks_over_8_bit_kv(
     shape: tuple[int, int, int, int], variant_name: str, use_hopper: bool
 ) -> None:
-    """Chunks after prefixes, read as they are or converted for the kernel for Hopper."""
+    """Chunks after prefixes, read directly or converted for the Hopper kernel."""
     heads, kv_heads, dim, block_tokens = shape
     pool = filled_pool(kv_heads, dim, block_tokens)
     if use_hopper and not has_hopper_kernel(pool.data, torch.bfloat16):
@@ -210,7 +210,7 @@ def greedy(model: LoadedModel, sizes: tuple[int, ...], runner: Any = None) -> li
 
 
 def test_8_bit_kv_says_the_same_in_chunks(family: Any) -> None:
-    """A token's scale is its own, so it makes no difference in which chunk it was stored."""
+    """A token has its own scale, so the chunk in which it was stored makes no difference."""
     model = replace(load(family("llama"), device="cuda"), has_fp8_kv=True)
 
     whole = greedy(model, (150,), CudaRunner)
@@ -219,7 +219,7 @@ def test_8_bit_kv_says_the_same_in_chunks(family: Any) -> None:
 
 
 def test_packed_experts_say_what_dequantised_ones_say(tmp_path: Any) -> None:
-    """GPT-OSS in MXFP4: kept packed on a GPU, turned back on a CPU."""
+    """GPT-OSS in MXFP4: kept packed on a GPU, dequantised on a CPU."""
     quantize_experts(save_family("gpt_oss", tmp_path))
     model = load(tmp_path, device="cuda")
 
@@ -228,7 +228,7 @@ def test_packed_experts_say_what_dequantised_ones_say(tmp_path: Any) -> None:
 
 
 def test_a_row_of_a_packed_weight_is_exact(tmp_path: Any) -> None:
-    """One row keeps its own precision: FP8 weights are multiplied as they are."""
+    """A single row is not quantised: FP8 weights are multiplied with it directly."""
     weight = make_weight("fp8_channel")
     x = torch.randn(1, 2048, device=DEVICE).bfloat16()
     norm: tuple[Tensor, float] = (torch.rand(2048, device=DEVICE).bfloat16(), 1e-5)

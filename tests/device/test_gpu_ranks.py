@@ -65,7 +65,7 @@ def _alone(folder: Path) -> list[list[int]]:
 def test_collectives_in_captured_graphs_change_no_token(
     name: str, family: Callable[[str], Path], one_rank: RankGroup
 ) -> None:
-    """One rank with NCCL: every sum and join is called, in graphs too, and changes nothing."""
+    """One rank with NCCL: every sum and join is called, also in graphs, and changes nothing."""
 
     def connected(model: Any, **sizes: Any) -> CudaRunner:
         runner = CudaRunner(model, **sizes)
@@ -96,8 +96,8 @@ def test_two_ranks_on_one_gpu_say_what_one_says(
 def test_parts_of_blocks_go_to_the_host_and_back(
     family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """Each rank copies its KV heads as columns of whole blocks; what comes back is the same, and a
-    whole block has the bytes of one rank's."""
+    """Each rank copies its KV heads as columns of whole blocks; the result is the same, and a
+    whole block has the bytes of a single rank."""
     folder = family("llama")
     split = Driver(
         two_ranks.load(folder, dtype="float32"),

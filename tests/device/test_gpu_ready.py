@@ -44,7 +44,7 @@ def core() -> Iterator[EngineCore]:
 
 
 def serve(core: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
-    """All at once; what each was answered."""
+    """Serve all at once; return the outputs."""
     answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         core.add(request)

@@ -1,4 +1,5 @@
-"""CudaRunner in float32 says the tokens of the CPU reference, however a sequence is computed."""
+"""CudaRunner in float32 gives the tokens of the CPU reference, however a sequence is
+computed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ __all__ = ["pytestmark"]
 
 COUNT = 16
 UNFUSED = SERVED - FUSED
-"""Families that run in their own code: their layers have parts the fused decoder does not."""
+"""Families in transformers' own code: the fused decoder does not support their layers."""
 LAUNCH = "headwater.device.kernels.prefill_hopper.attend_chunks"
 
 
@@ -82,7 +83,8 @@ def test_chunks_prefixes_and_neighbours_change_nothing(
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_two_steps_in_flight_equal_one(on_gpu: LoadedModel, num_rows: int) -> None:
-    """The next input is carried on the device from the step before, rows in another order."""
+    """The next input is carried on the device from the previous step, with rows in another
+    order."""
     one, two = make_driver(on_gpu), make_driver(on_gpu)
     plain = [one.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
     carried = [two.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
@@ -139,8 +141,8 @@ def test_sampling_is_that_of_the_cpu(on_gpu: LoadedModel, llama: LoadedModel) ->
 def test_a_long_prompt_at_once_equals_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int
 ) -> None:
-    """In bfloat16 a prompt at once is for torch's kernel, padded, or for Hopper's own with its 36
-    tiles; three chunks are for the kernel that takes few. The last logits agree."""
+    """In bfloat16 a whole prompt uses torch's kernel with padding, or the Hopper kernel with 36
+    tiles; three chunks use the kernel for few tiles. The last logits agree."""
     folder = save_family("llama", tmp_path, head_dim=head_dim, max_position_embeddings=8192)
     model = load(folder, device="cuda", dtype="bfloat16")
     tokens = torch.randint(1, 128, (4500,)).int().numpy()
@@ -164,7 +166,7 @@ def test_a_long_prompt_at_once_equals_chunks(
 
 
 def counting(calls: list[int]) -> Callable[..., None]:
-    """Hopper's own kernel, which counts its launches in the last of `calls`."""
+    """The Hopper kernel, counting its launches in the last of `calls`."""
     from headwater.device.kernels.prefill_hopper import attend_chunks
 
     def launch_counted(*given: Any) -> None:

@@ -1,4 +1,5 @@
-"""The sampling kernels choose what the CPU sampler chooses, and draw as often as they should."""
+"""The sampling kernels choose the same tokens as the CPU sampler, with the right
+frequencies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -140,7 +141,7 @@ FILTERS: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 @pytest.mark.parametrize("name", list(FILTERS))
 def test_draws_follow_the_distribution(name: str) -> None:
-    """Over many positions each token is drawn as often as it is likely, and no other."""
+    """Over many positions each token is drawn as often as its probability, and no other."""
     asked, kept = FILTERS[name]
     count, vocab = 512, 300
     values = torch.full((vocab,), -1e9)
@@ -173,7 +174,7 @@ def test_draws_follow_the_distribution(name: str) -> None:
 def test_what_is_not_a_number_is_not_chosen(
     row: list[float], expected: int, temperature: float
 ) -> None:
-    """A broken row is greedy over its finite logits; a sound one beside it is untouched."""
+    """A broken row is greedy over its finite logits; other rows are not affected."""
     logits = torch.tensor([row, [0.0, 9.0, 1.0, 2.0]], device="cuda")
     params = SamplingParams(
         temperature=temperature, top_k=3, top_p=0.9, min_p=0.01, logprobs=2, logit_bias={3: 0.0}
@@ -203,7 +204,7 @@ def test_what_is_not_a_number_is_not_chosen(
 def test_the_ends_of_each_range_choose_what_the_cpu_does(
     asked: dict[str, Any], scale: float
 ) -> None:
-    """Settings at their limits, over equal logits and over logits as large as floats go."""
+    """Settings at their limits, with equal logits and with logits near the largest float."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3)) * scale
     params = [SamplingParams(**asked, seed=4), SamplingParams(**asked, seed=5)]
     histories = [np.arange(6, dtype=np.int32)] * 2
@@ -214,7 +215,7 @@ def test_the_ends_of_each_range_choose_what_the_cpu_does(
 
 
 def test_counts_are_kept_on_the_device_from_step_to_step() -> None:
-    """A penalised row whose last token the host does not know yet asks for nothing."""
+    """A penalised row whose last token the host does not know yet needs no host data."""
     vocab, count = 50, 12
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.2)
@@ -236,7 +237,7 @@ def test_counts_are_kept_on_the_device_from_step_to_step() -> None:
 
 
 def test_a_sequence_that_skipped_a_step_is_counted_anew() -> None:
-    """Its counts may be those of tokens that were dropped: all are counted again."""
+    """Its counts may include tokens that were dropped, so all are counted again."""
     vocab = 50
     logits = torch.zeros(1, vocab)
     logits[0, 7], logits[0, 8] = 2.0, 1.5
@@ -254,7 +255,7 @@ def test_a_sequence_that_skipped_a_step_is_counted_anew() -> None:
 
 
 def test_masked_tokens_are_never_chosen() -> None:
-    """Rows with a mask choose what the CPU sampler chooses under it, whatever else they ask."""
+    """Rows with a mask get the tokens of the CPU sampler, whatever their other parameters."""
     vocab, count = 1000, 64
     random = np.random.default_rng(5)
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(5)) * 3

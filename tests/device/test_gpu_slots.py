@@ -22,7 +22,7 @@ LATE_CYCLES = 200_000_000
 
 
 class Tables:
-    """Remembers where the tokens of each request are, from the batches on their way to the device."""
+    """Records where the tokens of each request are, from the submitted batches."""
 
     def __init__(self, engine: GpuEngine) -> None:
         self.last: dict[RequestId, Slots] = {}
@@ -36,8 +36,8 @@ class Tables:
 
 
 def load_into_reused_slots(model: LoadedModel, turns: int) -> int:
-    """Promotes blocks into slots that aborted requests had, steps with those still in flight;
-    in how many turns a loaded block has changed."""
+    """Loads blocks into slots of aborted requests while steps with those are in flight; returns
+    in how many turns a loaded block changed."""
     engine = GpuEngine(
         model, num_blocks=BLOCKS + 16, host_blocks=BLOCKS * 4, max_num_seqs=8,
         max_batched_tokens=1024, load_policy="wait",
@@ -78,14 +78,14 @@ def finish(engine: GpuEngine, name: RequestId) -> None:
 
 
 def test_loaded_blocks_stay_what_they_are(model: LoadedModel) -> None:
-    """Lesson 21: what an aborted request's last step still writes, it writes to its own."""
+    """Lesson 21: the last step of an aborted request writes only to its own slots."""
     assert load_into_reused_slots(model, turns=3) == 0
 
 
 def test_without_the_order_a_step_writes_into_loaded_blocks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above sees the edge: with slots given back while a step uses them, it fails."""
+    """The test above detects the order: if slots are freed while a step uses them, it fails."""
     finish_later = ResultApplier.finish
 
     def finish_now(self: ResultApplier, sequence: Sequence, reason: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""How a step's attention is shared out: every key of every row once, within the list's room."""
+"""Division of a step's attention: every key of every row once, within the size of the list."""
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +11,7 @@ contexts_of = st.lists(st.integers(1, 40_000), min_size=1, max_size=70)
 
 @given(contexts_of, st.integers(0, 20))
 def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
-    """In order, without gap or overlap; rows that are not there have none."""
+    """In order, without gap or overlap; unused rows have none."""
     size = len(contexts) + absent
     found = split_contexts(np.array(contexts), size, 8)
 
@@ -43,8 +43,8 @@ def test_equal_rows_are_cut_into_few_pieces() -> None:
 def test_tiles_cover_each_query_and_their_parts_each_key(
     chunks: list[tuple[int, int]], tile: int, first_row: int, has_hopper_kernel: bool
 ) -> None:
-    """Parts reach the last key of the longest row, and only few tiles are cut; those that see
-    more come later. Nothing is many where no kernel takes it."""
+    """Parts reach the last key of the longest row, and only few tiles are cut; tiles that see
+    more keys come later. Without a kernel for many tiles there is no such case."""
     counts = np.array([count for count, _ in chunks])
     contexts = counts + np.array([prefix for _, prefix in chunks])
 
@@ -69,7 +69,8 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
 
 
 def test_what_is_many() -> None:
-    """Long prompts and long prefixes; not a short chunk, or a short context."""
+    """Long prompts and long prefixes count as many; a short chunk or a short context does
+    not."""
     for count, context, use_hopper in (
         (32768, 32768, True),
         (2048, 2048, True),

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def test_the_pool_and_its_buffers_stay_within_the_share(llama: LoadedModel) -> None:
-    """Half of what is free holds the pool and the buffers beside it, and little is wasted."""
+    """Half of the free memory holds the pool and its buffers, and little is wasted."""
     blocks = num_blocks_that_fit(llama, block_tokens=16, available_bytes=64 * MIB)
 
     used = blocks * 16 * llama.token_bytes * 2
@@ -25,7 +25,7 @@ def test_the_pool_and_its_buffers_stay_within_the_share(llama: LoadedModel) -> N
 
 
 def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> None:
-    """A machine with much memory does not give it all away."""
+    """By default a machine with much memory does not use all of it."""
     much = num_blocks_that_fit(llama, block_tokens=16, available_bytes=1 << 45)
 
     assert much * 16 * llama.token_bytes <= 4 << 30
@@ -33,7 +33,7 @@ def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> 
 
 
 def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) -> None:
-    """No buffers there, nine tenths unless told, no other bound; a larger step leaves less."""
+    """No buffers, nine tenths by default, no other bound; a larger step leaves less."""
     model = replace(llama, device=torch.device("cuda", 0))
     free = 63 << 30
 
@@ -50,7 +50,7 @@ def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) 
 
 
 def test_an_override_is_honoured(llama: LoadedModel) -> None:
-    """Whoever names a number gets it."""
+    """A given number is used."""
     assert num_blocks_that_fit(llama, block_tokens=16, override=7, available_bytes=1) == 7
 
 
@@ -72,7 +72,7 @@ def test_what_cannot_work_is_said_before_serving(
 
 
 def test_more_blocks_than_there_is_memory_for_are_a_sentence(llama: LoadedModel) -> None:
-    """A ConfigError that says how much was asked for, not the allocator's own words (lesson 61)."""
+    """A ConfigError with the requested size, not the allocator's message (lesson 61)."""
     with pytest.raises(ConfigError, match=r"blocks of KV take .* GiB"):
         KVPool(llama, num_blocks=1 << 40, block_tokens=16)
 
@@ -90,8 +90,8 @@ def test_a_device_that_is_not_there_is_a_sentence(device: str, why: str) -> None
 def test_a_control_group_bounds_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has used counts, what of that only caches files does not; without a limit, or
-    without a group, the machine's own memory does."""
+    """Its used memory counts, without cached files; without a limit or a group, the machine's
+    own memory counts."""
     monkeypatch.setattr(budget, "_CGROUP", tmp_path)
     whole = free_main_bytes()
     (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")

@@ -1,4 +1,4 @@
-"""The compiled operations compute what torch's do, and torch's serve where they cannot be."""
+"""The compiled operations give the results of torch, which is used where they cannot be."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_norms_agree(compiled: native.NativeOps, shape: tuple[int, ...]) -> None
 def test_rotation_agrees_and_leaves_other_heads_alone(
     compiled: native.NativeOps, dim: int
 ) -> None:
-    """Heads are turned where they lie, among others that are not."""
+    """Heads are rotated in place, among others that are not."""
     tokens = made(5, 6, dim)
     angles = made(5, dim // 2, seed=2).repeat(1, 2)
     expected = TorchOps().rotate(tokens[:, :4].clone(), angles.cos(), angles.sin())
@@ -83,7 +83,7 @@ def test_buffers_agree(compiled: native.NativeOps, dim: int) -> None:
 
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: float) -> None:
-    """However far apart the scores are; what a buffer does not have weighs nothing."""
+    """For any distance between scores; missing tokens have no weight."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     shared, own = made(2, 9, 33) * spread, made(6, 3, 7, seed=1) * spread
     mask = spans.mask(torch.float32)
@@ -138,7 +138,7 @@ def test_a_prompt_in_parts_equals_the_fused_kernel(
 def test_without_a_compiler_torch_serves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says why it is slower, and goes on."""
+    """It logs why it is slower, and continues."""
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
     host_ops.cache_clear()

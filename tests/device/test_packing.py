@@ -17,7 +17,7 @@ from tests.device.families import prompt
 
 
 class Gated(nn.Module):
-    """An MLP as the families write it."""
+    """An MLP in the form of the families."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Gated(nn.Module):
 
 
 class OddRMSNorm(nn.Module):
-    """Named like the others, and different: it must be left alone."""
+    """Named like the others but different: it must not be replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_a_packed_block_gives_the_same_numbers(num_rows: int) -> None:
 
 
 def test_what_would_differ_is_left_alone() -> None:
-    """A norm that is none, an activation that is unknown, a matrix too small to gain."""
+    """An unknown norm, an unknown activation, a matrix too small to gain."""
     block = Block(nn.ReLU())
 
     pack(block)
@@ -81,13 +81,13 @@ def test_what_would_differ_is_left_alone() -> None:
 
 
 def test_other_dtypes_are_left_alone() -> None:
-    """Only what was measured is replaced."""
+    """Only measured dtypes are replaced."""
     assert not pack(nn.Sequential(nn.Linear(600, 600)).to(torch.bfloat16))
 
 
 @pytest.mark.slow
 def test_a_packed_model_says_the_same_tokens(tmp_path: Path) -> None:
-    """Packed, fused and padded to four rows, against the model as transformers made it."""
+    """Packed, fused and padded to four rows, against the original model of transformers."""
     shape = LlamaShape(layers=2, hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64)
     folder = make_llama(tmp_path, shape)
     outputs = []

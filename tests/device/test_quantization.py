@@ -1,4 +1,4 @@
-"""Quantised weights: each format stands for the weights it was made from, or is refused."""
+"""Quantised weights: each format gives the weights it was made from, or is refused."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from tests.device.quantized_models import FORMATS, compressed, pack_quantized, w
 
 @pytest.fixture
 def written(family: Any, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
-    """A tiny Llama in a format, and the plain model it stands for."""
+    """A tiny Llama in a format, and the plain model it represents."""
     return lambda name: write_quantized(family("llama"), tmp_path, *FORMATS[name])
 
 
@@ -30,7 +30,7 @@ def written(family: Any, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
 def test_a_format_stands_for_the_weights_it_was_made_from(
     name: str, written: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every weight, bit for bit; then the same tokens; and one line says what was done."""
+    """Every weight, bit for bit; then the same tokens; and one log line."""
     quantized, plain = written(name)
     with caplog.at_level(logging.INFO):
         model = load(quantized, packed=False)
@@ -187,7 +187,7 @@ def test_a_config_that_does_not_cover_a_layer_names_it(written: Any) -> None:
 
 
 def test_quantised_weights_without_a_config_are_refused(written: Any) -> None:
-    """Otherwise e4m3 codes would be taken for weights."""
+    """Otherwise e4m3 codes would be used as weights."""
     folder, _ = written("fp8-tensor")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]

@@ -1,4 +1,4 @@
-"""What goes between ranks: a step, a copy, files, and the end of a connection."""
+"""Messages between ranks: a step, a copy, files, and the end of a connection."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ def _batch(names: list[str]) -> ScheduledBatch:
 
 
 def test_a_rank_sees_the_step_that_was_packed() -> None:
-    """Everything that is computed arrives; names, parameters and histories stay behind."""
+    """Everything that is needed to compute arrives; names, parameters and histories do not."""
     batch = _batch(["a", "b", "c"])
 
     seen = StepUnpacker().unpack(StepPacker().pack(batch, batch.tokens))
@@ -49,7 +49,7 @@ def test_a_rank_sees_the_step_that_was_packed() -> None:
 
 
 def test_a_request_keeps_its_number_while_it_runs() -> None:
-    """A rank recognises a sequence by it, and nothing is remembered of those that left."""
+    """A rank recognises a sequence by its number; sequences that left are forgotten."""
     packer, unpacker = StepPacker(), StepUnpacker()
 
     def seen(*names: str) -> ScheduledBatch:
@@ -64,7 +64,8 @@ def test_a_request_keeps_its_number_while_it_runs() -> None:
 
 
 def test_a_table_is_sent_again_only_when_it_is_another_array() -> None:
-    """A rank keeps the tables of the step before; one that grew, moved or came back is sent."""
+    """A rank keeps the tables of the previous step; a table that grew, moved or returned is
+    sent."""
     packer, unpacker = StepPacker(), StepUnpacker()
     batch = _batch(["a", "b", "c"])
     other = _batch(["c", "a", "d"])
@@ -135,7 +136,7 @@ def test_messages_of_any_size_and_files_arrive_in_order() -> None:
 
 
 def test_a_rank_that_takes_nothing_is_an_error_not_a_wait() -> None:
-    """The sender is told after its deadline."""
+    """The sender gets an error after its deadline."""
     ours, theirs = socket.socketpair()
     channel = RankChannel(ours, send_timeout_s=0.05)
     with pytest.raises(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Models split over ranks say, token for token, what they say on one rank."""
+"""Models split over ranks give, token for token, the output of one rank."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,7 +40,7 @@ def two_ranks() -> Iterator[RankHarness]:
 
 
 def _tokens(driver: Driver) -> list[list[int]]:
-    """Prompts beyond a window, decoded together and in chunks, greedy and seeded."""
+    """Prompts longer than a window, decoded together and in chunks, greedy and seeded."""
     sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
     long = driver.add(prompt(41, seed=1), name="long")
     short = driver.add(prompt(6, seed=2), name="short", params=sampled)
@@ -72,7 +72,7 @@ def test_two_ranks_say_what_one_rank_says(
 def test_layers_that_cannot_be_split_are_refused(
     name: str, family: Callable[[str], Path]
 ) -> None:
-    """They would come out wrong."""
+    """Their results would be wrong."""
     with pytest.raises(ModelError, match="tensor"):
         load(family(name), share=RankShare(rank=0, size=2))
 
@@ -90,7 +90,7 @@ def test_two_ranks_say_what_one_rank_says_in_every_family(
 def test_two_steps_may_be_in_flight(
     family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """A token that a step carries from the one before reaches every rank."""
+    """A token that a step carries from the previous one reaches every rank."""
     outputs = []
     for model, runner_class in (
         (load(family("llama")), None),
@@ -116,7 +116,7 @@ def test_two_steps_may_be_in_flight(
 def test_a_vocabulary_that_cannot_be_split_evenly_is_split_all_the_same(
     tmp_path: Path, two_ranks: RankHarness
 ) -> None:
-    """Parts of embedding and output layer differ by a token; so do parts of an MLP."""
+    """Parts of embedding and output layer differ by one token; so do parts of an MLP."""
     _compare(two_ranks, save_family("llama", tmp_path, vocab_size=127, intermediate_size=95))
 
 
@@ -124,7 +124,7 @@ def test_a_vocabulary_that_cannot_be_split_evenly_is_split_all_the_same(
 def test_parts_of_blocks_make_whole_blocks_on_the_host(
     family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """A whole block has the bytes that one rank would write, and comes back to every rank."""
+    """A whole block has the bytes of a single rank, and is copied back to every rank."""
     folder = family("llama")
     split = Driver(
         two_ranks.load(folder), block_tokens=4, runner_class=partial(two_ranks.runner)
@@ -153,7 +153,7 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
 
 
 def test_parts_cover_everything_once() -> None:
-    """Ranks have the whole between them, whatever the sizes."""
+    """The ranks together have everything once, for any sizes."""
     for total in (7, 8, 127):
         for size in (1, 2, 3, 8):
             parts = [RankShare(rank=rank, size=size).part(total) for rank in range(size)]

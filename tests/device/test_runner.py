@@ -1,4 +1,4 @@
-"""TorchRunner: what a step returns, in order, whatever else is in the batch."""
+"""TorchRunner: the results of steps, in order, whatever else is in the batch."""
 
 import pytest
 
@@ -13,7 +13,8 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
 
 
 def test_a_seeded_row_says_the_same_in_any_company(llama: LoadedModel) -> None:
-    """Randomness is of seed and position: batching, chunking and neighbours change nothing."""
+    """Randomness depends on seed and position: batching, chunking and other rows change
+    nothing."""
     alone, crowd = Driver(llama), Driver(llama)
     single = alone.add(prompt(20), params=SEEDED)
     rows = [
@@ -31,7 +32,7 @@ def test_a_seeded_row_says_the_same_in_any_company(llama: LoadedModel) -> None:
 
 
 def test_penalties_count_a_carried_token(llama: LoadedModel) -> None:
-    """With two steps in flight the token just chosen is part of the history, though the
+    """With two steps in flight, the token just sampled is part of the history, although the
     scheduler does not know it yet."""
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.5)
     one, two = Driver(llama), Driver(llama, depth=2)
@@ -48,7 +49,7 @@ def test_penalties_count_a_carried_token(llama: LoadedModel) -> None:
 
 
 def test_a_step_that_samples_nothing_returns_nothing(llama: LoadedModel) -> None:
-    """A first chunk chooses no token, and its result says so."""
+    """A first chunk samples no token, and its result says so."""
     driver = Driver(llama)
     sequence = driver.add(prompt(20))
 
@@ -87,7 +88,7 @@ def test_results_come_in_the_order_of_submission(llama: LoadedModel) -> None:
 
 
 def test_a_carry_from_nothing_is_found(llama: LoadedModel) -> None:
-    """A broken batch is our mistake, and stops the engine rather than inventing a token."""
+    """A wrong batch is a bug and stops the engine instead of inventing a token."""
     batch = Driver(llama)._batch([(Driver(llama).add(prompt(3)), 3)])
     batch.carry[0] = 0
 

@@ -1,4 +1,4 @@
-"""The sampler against a plain reference that does one row at a time, in the obvious way."""
+"""The sampler against a simple reference that handles one row at a time."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def rows_of(params: list[SamplingParams], histories: list[list[int]]) -> Sampled
 
 
 def reference(logits: torch.Tensor, params: SamplingParams, history: list[int]) -> set[int]:
-    """The tokens that may be chosen: more than one where two choices are a rounding apart."""
+    """The tokens that may be chosen: several if two choices differ only by rounding."""
     values = logits.double().tolist()
     for token in set(history):
         factor = params.repetition_penalty
@@ -95,7 +95,7 @@ def _drawn(values: list[float], params: SamplingParams, position: int) -> set[in
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(1, 5), st.integers(0, 1000))
 def test_the_batch_chooses_what_each_row_would(data: Any, num_rows: int, seed: int) -> None:
-    """Any mixture of settings in one batch; rows do not see one another."""
+    """Any mixture of settings in one batch; rows do not affect each other."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, VOCAB, generator=random) * 3
     params = [data.draw(PARAMS) for _ in range(num_rows)]
@@ -125,7 +125,7 @@ def _check_logprobs(logits: torch.Tensor, chosen: int, count: int | None, given:
 
 
 def test_the_logits_given_are_left_alone() -> None:
-    """Edits are made on a copy: log-probabilities are the model's own."""
+    """Edits are made on a copy: log-probabilities are those of the model."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     params = SamplingParams(temperature=0.0, logit_bias={3: 100.0}, logprobs=1)
@@ -156,7 +156,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_min_tokens_lets_an_ignored_end_through() -> None:
-    """Only what would end the sequence is forbidden."""
+    """Only tokens that would end the sequence are forbidden."""
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS[0]] = 9.0
 
@@ -170,7 +170,7 @@ def test_min_tokens_lets_an_ignored_end_through() -> None:
 
 
 def test_rows_without_a_history_can_be_drawn() -> None:
-    """Only what needs the tokens said before asks for them."""
+    """Only parameters that need earlier tokens use them."""
     rows = SampledRows(
         params=[SamplingParams(seed=1)], positions=np.array([4]), prompt_lens=[], histories={}
     )
@@ -196,7 +196,7 @@ FORBIDDEN = SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=tuple(r
 def test_what_is_not_a_number_is_not_chosen(
     row: list[float], expected: int, temperature: float
 ) -> None:
-    """A broken row is greedy over its finite logits; a sound one beside it is untouched."""
+    """A broken row is greedy over its finite logits; other rows are not affected."""
     logits = torch.tensor([row, [0.0, 9.0, 1.0, 2.0]])
     params = SamplingParams(temperature=temperature, top_k=3, top_p=0.9, min_p=0.01, logprobs=2)
     sound = SamplingParams(temperature=0.0)
@@ -209,7 +209,7 @@ def test_what_is_not_a_number_is_not_chosen(
 
 
 def test_plain_rows_that_are_not_numbers_are_chosen_from_too() -> None:
-    """The quick way for a wholly greedy batch keeps the same promise."""
+    """The fast path for an all-greedy batch has the same guarantee."""
     logits = torch.tensor([[1.0, float("nan"), 3.0], [4.0, 5.0, 0.0]])
 
     chosen, _ = Sampler(EOS).choose(
@@ -221,7 +221,8 @@ def test_plain_rows_that_are_not_numbers_are_chosen_from_too() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_every_token_is_forbidden_the_model_decides(temperature: float) -> None:
-    """`min_tokens` with every token a stop id: the likeliest, which does not stop yet."""
+    """`min_tokens` with every token as a stop id: the most likely one, which does not stop
+    yet."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 17] = 1.0
 
@@ -246,7 +247,7 @@ def test_where_every_token_is_forbidden_the_model_decides(temperature: float) ->
     ],
 )
 def test_the_ends_of_each_range_choose_a_token(asked: dict[str, Any]) -> None:
-    """Whatever `SamplingParams` lets through, with logits as large as floats go."""
+    """For every value that `SamplingParams` accepts, with logits near the largest float."""
     for scale in (1.0, 1e37):
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
 

@@ -9,7 +9,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_entries_have_what_the_objects_say() -> None:
-    """Each object has one entry, whatever the order and however often it is asked for."""
+    """Each object has one entry, in any order and however often it is used."""
     table = SamplingTable(8)
     asked = [GREEDY, SamplingParams(temperature=0.5, top_k=7, seed=-1, logprobs=3), GREEDY]
 
@@ -54,7 +54,7 @@ def test_only_rows_that_ask_for_nothing_are_plain() -> None:
 
 
 def test_forbidden_ends_override_biases() -> None:
-    """An id is listed once, and a token that must not come stays impossible."""
+    """An id is listed once, and a forbidden token stays impossible."""
     table = SamplingTable(4)
     params = SamplingParams(logit_bias={5: 3.0, 8: 1.0}, stop_token_ids=(8,), min_tokens=1)
     entry = int(table.entries([params])[0])

@@ -1,4 +1,4 @@
-"""Rows with a common prefix read it once, and say what they would have said alone."""
+"""Rows with a common prefix read it once, and give the same tokens as alone."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ PREFIX = 128
 def test_two_parts_equal_one_softmax_over_all(
     shared: int, masked: bool, compiled: bool
 ) -> None:
-    """Shared and own scores meet in one softmax, so nothing is approximated."""
+    """Shared and own scores form one softmax, so nothing is approximated."""
     random = torch.Generator().manual_seed(0)
     buffers, kv_heads, queries, others, head_dim = 3, 2, 4, 5, 8
     ops = native.load() if compiled else TorchOps()
@@ -48,7 +48,7 @@ def test_two_parts_equal_one_softmax_over_all(
 
 
 def test_only_a_worthwhile_prefix_is_shared() -> None:
-    """Whole blocks before every row's own token, in many rows, and a good part of them."""
+    """Whole blocks before every row's own token, in many rows, and a large part of them."""
     tables = np.tile(np.arange(10), (8, 1))
     tables[:, 9] += np.arange(8)
     contexts = np.full(8, 155)

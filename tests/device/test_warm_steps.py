@@ -13,7 +13,7 @@ LIMITS = WarmLimits(max_rows=256, max_tokens=8192, max_context=131_072, block_to
 
 
 def test_a_runner_computes_every_step(llama: LoadedModel) -> None:
-    """The CPU's runner takes what the GPU's is given."""
+    """The CPU runner accepts the steps of the GPU runner."""
     runner = TorchRunner(
         llama, num_blocks=16, block_tokens=16, max_num_seqs=8, max_batched_tokens=64
     )
@@ -83,7 +83,7 @@ def test_kernels_of_another_driver_or_source_are_kept_apart(changed, monkeypatch
 
 
 def test_the_number_of_kernel_folders_is_bounded(monkeypatch, tmp_path):
-    """The one in use and the newest others stay; what the operator names wins."""
+    """The folder in use and the newest others stay; the operator's setting takes precedence."""
     import os
 
     import torch

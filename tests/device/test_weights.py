@@ -10,7 +10,8 @@ from headwater.device.model import load
 
 
 def test_a_file_that_is_written_anew_does_not_change_a_model_that_runs(tmp_path):
-    """Nothing of it is mapped: neither other weights, nor an end by SIGBUS in the meantime."""
+    """Weights are not mapped: a rewritten file neither changes them nor ends the process by
+    SIGBUS."""
     make_llama(tmp_path / "a", LlamaShape(), seed=1)
     make_llama(tmp_path / "b", LlamaShape(), seed=2)
     model = load(tmp_path / "a")

@@ -21,13 +21,13 @@ SEED = 3
 
 
 def say(what: object) -> None:
-    """One line for the test."""
+    """Print one line for the test."""
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 
 
 def receive(link: str) -> None:
-    """Take whatever comes for lease 1, until killed."""
+    """Accept everything for lease 1, until killed."""
     receiver = Links(CONFIG, BlockArray(NUM_SLOTS, BLOCK_BYTES), EventLog()).listen(link)
     receiver.open(1, range(NUM_SLOTS))
     say(receiver.address)
@@ -35,7 +35,7 @@ def receive(link: str) -> None:
 
 
 def send(address: str, num_leases: int) -> None:
-    """Push and push, until done or killed."""
+    """Push again and again, until done or killed."""
     log = EventLog()
     memory = BlockArray(NUM_SLOTS, BLOCK_BYTES, seed=SEED)
     sender = Links(CONFIG, memory, log).connect(address)

@@ -14,7 +14,7 @@ NUM_SLOTS = 24
 
 
 class Rows:
-    """Block memory as the fabric sees a host's; waits where the memory makes its users wait."""
+    """Block memory as the fabric sees a host's; waits if the memory makes its users wait."""
 
     def __init__(self, memory) -> None:
         self._memory = memory
@@ -74,7 +74,7 @@ class HeldLinks:
 
 
 class Driver:
-    """Lets everything in flight arrive, oldest first. Late pushes arrive nowhere."""
+    """Lets everything in flight arrive, oldest first. Late pushes are dropped."""
 
     def __init__(self) -> None:
         self.fabric = HeldFabric()

@@ -9,7 +9,7 @@ from headwater.testing.tiers import uncached_tokens
 
 
 def expected(request: Request) -> list[int]:
-    """What the request yields on one instance without a cache."""
+    """The output of the request on one instance without a cache."""
     return uncached_tokens(replace(request, prefill=""))
 
 

@@ -29,7 +29,7 @@ class RealPair:
         prefill: dict[str, object] | None = None,
         **settings: object,
     ) -> None:
-        """`tiers` are settings of the decode instance alone, `prefill` of the other one."""
+        """`tiers` are settings of the decode instance, `prefill` those of the other one."""
         self.prefill, info = self._build("prefill", link, settings | (prefill or {}))
         self.decode, _ = self._build("decode", link, settings | (tiers or {}))
         self.address = info.peer_address
@@ -88,7 +88,7 @@ class RealPair:
             self._turn()
 
     def settle(self) -> None:
-        """Turn both loops until P knows that everything is over."""
+        """Run both loops until P knows that everything has ended."""
         self.until(lambda: not self.prefill.stats().handoffs["prefill"].in_flight)
         self.prefill.check()
         self.decode.check()

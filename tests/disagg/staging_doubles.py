@@ -14,7 +14,7 @@ from tests.disagg.wire import CONFIG, MakeLinks, engine
 
 
 class ArrayCopier:
-    """A `DeviceCopier` whose device is a `BlockArray`: one thread, which can be held up."""
+    """A `DeviceCopier` whose device is a `BlockArray`: one thread, which can be blocked."""
 
     def __init__(self, array: BlockArray, slab: HostSlab) -> None:
         self._array = array
@@ -59,7 +59,7 @@ class ArrayCopier:
 
 
 class SomeBuffers(Buffers):
-    """A few buffers beside an array, and their copier."""
+    """A few buffers, an array as device, and their copier."""
 
     def __init__(self, array: BlockArray, num_buffers: int) -> None:
         slab = HostSlab(num_buffers, array.block_bytes)

@@ -137,7 +137,7 @@ def test_broken_bodies_are_malformed(body):
 
 @given(binary(max_size=200))
 def test_any_bytes_are_a_message_or_malformed(body):
-    """Lesson 66: a stranger's bytes have no other effect."""
+    """Lesson 66: bytes of a stranger have no other effect."""
     try:
         decode(body)
     except Malformed:

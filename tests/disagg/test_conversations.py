@@ -17,8 +17,8 @@ CONVERSATIONS = 3
 
 @composite
 def turns(draw):
-    """Which conversation goes on, by how much, where it is served, and which cache is reset
-    before."""
+    """The conversation that continues, by how much, where it is served, and the cache that is
+    reset before."""
     return draw(
         lists(
             tuples(

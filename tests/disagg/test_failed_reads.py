@@ -1,4 +1,4 @@
-"""Peer reads that fail: P learns it at once, computes, and does not ask again for a while."""
+"""Peer reads that fail: P is told at once, computes, and does not read again for a while."""
 
 from dataclasses import replace
 

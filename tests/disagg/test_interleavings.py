@@ -1,4 +1,5 @@
-"""Any order of messages, blocks, fences, deaths and time: no wrong token, no lost slot, an end.
+"""Any order of messages, blocks, fences, deaths and time: no wrong token, no lost slot, every
+request ends.
 
 Whole engines on a virtual clock, joined by a fabric. The search chooses what arrives next, twice,
 late or never. Lessons 46, 50 to 54, 56, 58.
@@ -104,7 +105,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(out=integers(8, 14), turns=integers(2, 10), seconds=sampled_from((0.0, 2.5)))
     def crowd(self, out, turns, seconds):
-        """D decodes more than it has room for, for a while or for long."""
+        """D decodes more than it has room for, for a short or a long time."""
         for family in (1, 2, 3):
             request = make_echo_request(
                 self._name(), make_prompt(14, family=family), max_tokens=out

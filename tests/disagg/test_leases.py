@@ -87,7 +87,7 @@ def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
 
 
 def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
-    """Lesson 51: messages to a dead instance are not delivered to the next one."""
+    """Lesson 51: messages to a dead instance are not delivered to its successor."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     assert pair.fabric.packets

@@ -97,7 +97,7 @@ def test_the_memory_is_passed_only_to_a_peer_with_the_token(has_token):
 
 
 def test_an_answer_to_a_frame_that_was_not_sent_costs_the_connection():
-    """All validity words are in use, so the fifth frame waits; an answer to it is a lie."""
+    """All validity words are in use, so the fifth frame waits; an answer to it is invalid."""
     listener = socket.socket(socket.AF_UNIX)
     name = f"headwater-test-liar-{os.getpid()}"
     listener.bind(f"\0{name}")

@@ -37,7 +37,7 @@ def test_staged_links_keep_the_contract(link, check, block_bytes):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("link", ["tcp", "shm"])
 def test_one_end_may_have_its_blocks_in_place(link, check, end):
-    """A device here and main memory there is a link like any other."""
+    """A device on one side and main memory on the other is a link like any other."""
     with open_harness(MakeStaged(link, (end,)), link, BLOCK_BYTES) as harness:
         check(harness)
 
@@ -47,7 +47,7 @@ class Pair:
 
     def __init__(self, num_buffers: int = 4) -> None:
         self.hold = lambda event: None
-        """Holds up whoever delivers an event of the sender."""
+        """Blocks the delivery of events of the sender."""
 
         self.source = BlockArray(NUM_SLOTS, BLOCK_BYTES, seed=7)
         self.target = BlockArray(NUM_SLOTS, BLOCK_BYTES)
@@ -107,7 +107,8 @@ def test_a_push_larger_than_all_buffers_passes_through_them(pair):
 
 
 def test_a_block_has_landed_when_it_is_on_the_device(pair):
-    """Not when it is in a buffer: neither is it said, nor is the lease quiet (lesson 46)."""
+    """Not when it is in a buffer: it is neither reported, nor is the lease closed (lesson
+    46)."""
     pair.receiver.open(1, [5])
     pair.inner.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -123,7 +124,7 @@ def test_a_block_has_landed_when_it_is_on_the_device(pair):
 
 
 def test_a_copy_that_fails_is_not_in_the_account(pair):
-    """What came and is not on the device did not land (lesson 54)."""
+    """A block that arrived but is not on the device does not count as received (lesson 54)."""
     pair.receiver.open(1, [5, 6])
     pair.push(1, 1, [0])
     pair.log.await_received(1, 1)
@@ -139,7 +140,7 @@ def test_a_copy_that_fails_is_not_in_the_account(pair):
 
 
 def test_a_copy_that_fails_ends_its_lease(pair):
-    """Its sender believes that all is well; who waits for the block hears of it (lesson 53)."""
+    """Its sender believes that it succeeded; the receiver is told (lesson 53)."""
     pair.receiver.open(1, [5, 6])
     pair.inner.copier.fails = True
     pair.push(1, 1, [0])
@@ -169,7 +170,7 @@ def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
 
 
 def test_a_copy_that_cannot_begin_has_failed(pair):
-    """On either end: the push and the lease end all the same (lesson 53)."""
+    """On either end: the push and the lease end nevertheless (lesson 53)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.refuses = True
     pair.push(1, 1, [0])
@@ -185,7 +186,7 @@ def test_a_copy_that_cannot_begin_has_failed(pair):
 
 
 def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
-    """Its slots are not given up while they are read (lesson 50)."""
+    """Its slots are not released while they are being read (lesson 50)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0, 1, 2], wait_s=0.05)
@@ -203,7 +204,7 @@ def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
 
 
 def test_a_push_that_waits_for_its_turn_ends_at_its_deadline(pair):
-    """Its slots are not read, so it does not matter how long the copy before it takes."""
+    """Its slots are not read, so the duration of the copy before it does not matter."""
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0, 1])
     pair.push(2, 1, [2], wait_s=0.05)
@@ -231,7 +232,7 @@ def test_closing_ends_what_waits_and_what_is_copied(pair):
 
 
 def test_a_push_ends_once_whoever_ends_it(pair):
-    """Here its deadline comes while `cancel` is about to give it up (lesson 53)."""
+    """Here its deadline comes while `cancel` is about to end it (lesson 53)."""
     pair.hold = lambda event: event.job == 2 and pair.log.outcome(3)
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -244,7 +245,7 @@ def test_a_push_ends_once_whoever_ends_it(pair):
 
 
 def test_every_outcome_is_delivered_before_close_returns(pair):
-    """That of what was being copied too, however long its delivery takes."""
+    """Including that of a copy in progress, however long its delivery takes."""
     pair.hold = lambda event: Event().wait(0.1)
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -257,14 +258,14 @@ def test_every_outcome_is_delivered_before_close_returns(pair):
 
 
 def test_a_push_of_nothing_is_done(pair):
-    """As it is without buffers."""
+    """The same as without buffers."""
     pair.push(1, 1, [])
 
     assert pair.log.outcome(1) == PushDone(1, 0)
 
 
 def test_blocks_that_arrive_damaged_keep_no_buffer(pair):
-    """Theirs is used when they are sent again, and free when the lease ends."""
+    """Their buffer is used when they are sent again, and free when the lease ends."""
     pair.receiver.open(1, [3, 4])
     peer = RawSender(pair.receiver.address, BLOCK_BYTES)
     block = pair.source.rows[0].tobytes()
@@ -282,7 +283,7 @@ def test_blocks_that_arrive_damaged_keep_no_buffer(pair):
 
 
 def test_a_frame_that_finds_no_buffer_costs_its_connection_and_the_lease_ends(pair):
-    """Copies hang: nobody waits for ever, and a fence still holds (lesson 52)."""
+    """Copies hang: no thread waits for ever, and a fence still ends (lesson 52)."""
     pair.receiver.open(1, range(8))
     pair.inner.copier.gate.clear()
     pair.push(1, 1, range(6), wait_s=5.0)
@@ -296,7 +297,8 @@ def test_a_frame_that_finds_no_buffer_costs_its_connection_and_the_lease_ends(pa
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_fence_does_not_wait_for_buffers(pair, closed):
-    """A frame that finds none is told, and quiet is its lease; that of the slow copies is not."""
+    """A frame that finds no buffer is refused and its lease is closed; the lease with slow
+    copies is not."""
     pair.receiver.open(1, range(8))
     pair.receiver.open(2, range(8, 16))
     pair.inner.copier.gate.clear()
@@ -318,7 +320,7 @@ def test_a_fence_does_not_wait_for_buffers(pair, closed):
 
 
 def test_senders_do_not_take_each_others_buffers():
-    """One whose device is slow holds up nobody (lesson 52)."""
+    """A sender with a slow device delays no other (lesson 52)."""
     pair = Pair()
     pair.receiver.open(1, range(8))
     pair.outer.copier.gate.clear()
@@ -336,7 +338,7 @@ def test_senders_do_not_take_each_others_buffers():
 
 @pytest.mark.parametrize("link", ["tcp", "shm"])
 def test_a_sender_that_was_closed_keeps_no_memory(link):
-    """Its buffers are gone with it, not when somebody collects cycles."""
+    """Its buffers are freed with it, not by a later garbage collection."""
     source, slabs, log = BlockArray(4, BLOCK_BYTES), [], EventLog()
 
     def open_copier(slab):
@@ -364,7 +366,7 @@ def test_a_sender_that_was_closed_keeps_no_memory(link):
 
 @pytest.mark.parametrize("make", ["listen", "connect"])
 def test_a_link_that_is_none_leaves_nothing_behind(make):
-    """As without buffers: a sentence; and the copier is closed (lesson 61)."""
+    """As without buffers: an error message; and the copier is closed (lesson 61)."""
     array, copiers = BlockArray(1, BLOCK_BYTES), []
 
     def open_copier(slab):

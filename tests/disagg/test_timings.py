@@ -1,4 +1,4 @@
-"""Where the time of a hand-off goes: its parts, on a clock that the test moves."""
+"""The phases of a hand-off, on a clock that the test moves."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def parts_of(pair):
 
 
 def test_a_grant_that_comes_while_p_computes_costs_nothing():
-    """What of the asking is hidden by computing is no part; what P waits for is."""
+    """Asking that is hidden by computing does not count; time that P waits does."""
     hidden = EchoPair()
     hidden.decode.add(make_handoff("a", PROMPT))
     hidden.run("a", step_s=STEP_S)
@@ -34,7 +34,7 @@ def test_a_grant_that_comes_while_p_computes_costs_nothing():
 
 
 def test_the_parts_of_a_handoff_are_not_more_than_the_whole():
-    """Nothing is counted twice, and little is left over: messages on their way."""
+    """Nothing is counted twice, and the rest is small: messages in transit."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     pair.run("a", step_s=STEP_S)
@@ -46,7 +46,7 @@ def test_the_parts_of_a_handoff_are_not_more_than_the_whole():
 
 
 def test_a_fence_that_holds_at_once_is_not_a_step_late():
-    """D delivers in the turn in which the last it waited for arrives: decoding is not held up."""
+    """D delivers in the turn in which the last awaited event arrives."""
     pair = EchoPair()
     pair.fabric.holds_at_once = True
     pair.decode.add(make_handoff("a", PROMPT))

@@ -120,7 +120,7 @@ def test_a_peer_of_another_cluster_is_refused(ours, other):
 
 
 def test_a_peer_without_tls_is_refused(ours):
-    """Its bytes are no TLS handshake; nothing of it is processed."""
+    """Its bytes are not a TLS handshake; nothing of it is processed."""
     with closing(Instance(**ours._asdict())) as p, closing(Instance()) as d:
         d.service.send(p.service.address, Ask(1))
 

@@ -1,4 +1,4 @@
-"""For link tests: what a peer could say if it were not one of ours."""
+"""For link tests: a peer that can send anything."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -32,7 +32,7 @@ LINKS = ("tcp", "shm", pytest.param("mooncake", marks=pytest.mark.slow))
 
 @cache
 def engine(end: str) -> TransferEngine:
-    """One Transfer Engine for each end, for all tests: to end one takes a second."""
+    """One Transfer Engine for each end, for all tests: ending one takes a second."""
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
     return TransferEngine(CONFIG)
 
@@ -53,7 +53,7 @@ class MakeLinks:
 def dialer(
     address: str, config: LinkConfig = CONFIG, memory: BlockMemory | None = None
 ) -> Dialer:
-    """The one that fits an address."""
+    """The dialer for an address."""
     link = address.partition("://")[0]
     if link == "mooncake":
         return MooncakeDialer(address, config, engine("sender"))
@@ -63,14 +63,14 @@ def dialer(
 
 
 class RawSender:
-    """A peer that is let in, and then sends what a test wants."""
+    """A peer that is authenticated and then sends what a test wants."""
 
     def __init__(self, address: str, block_bytes: int) -> None:
         self._link = address.partition("://")[0]
         self._wait_check = timeout_check(SystemClock(), 10.0)
         terms = HandshakeTerms(self._link, CONFIG.token, block_bytes)
         self.memory = BlockArray(NUM_SLOTS, block_bytes)
-        """What a receiver of the `shm` link reads from."""
+        """The memory from which a receiver of the `shm` link reads."""
 
         self.outbound = dialer(address, memory=self.memory).dial(terms, self._wait_check)
         self.stream = self.outbound.stream
@@ -85,10 +85,8 @@ class RawSender:
         cell: int = 0,
         flip: int = -1,
     ) -> bytes:
-        """A frame as it stands on the wire; `flip` is a bit of the payload that turns over.
-
-        In memory that is shared, its blocks are in the slots from `cell` on, and pledged.
-        """
+        """A frame in its wire format; `flip` is a bit of the payload that is flipped. In shared
+        memory its blocks are in the slots from `cell` on, and marked valid."""
         pieces = tuple(
             SentPiece(at, slot, len(block), checksum(block))
             for slot, (at, block) in enumerate(blocks.items(), cell)
@@ -105,7 +103,7 @@ class RawSender:
         return head
 
     def stage(self, cell: int, payload: bytes | bytearray) -> None:
-        """Put bytes where the receiver copies them from, as a write that comes late would."""
+        """Write bytes where the receiver copies them from, as a late write would."""
         if self._link == "shm":
             at = cell * self.memory.block_bytes
             self.memory.memory[at : at + len(payload)] = payload

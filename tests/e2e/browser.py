@@ -1,4 +1,4 @@
-"""A real Chromium with a page of a live server in it, and everything that went wrong there."""
+"""A real Chromium with a page of a live server, and everything that went wrong there."""
 
 import shutil
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 OUTPUT = Path(__file__).parents[2] / "test-output"
-"""Screenshots, for people to look at; ignored by git."""
+"""Screenshots for people; ignored by git."""
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -17,7 +17,7 @@ FLAGS = (
 
 @contextmanager
 def chromium():
-    """A browser, or a skip that says what is missing."""
+    """A browser, or a skip with the reason."""
     api = pytest.importorskip("playwright.sync_api")
     path = shutil.which("chromium")
     if path is None:
@@ -29,7 +29,7 @@ def chromium():
 
 
 class Watch:
-    """A page, what it asked for and what it complained about."""
+    """A page, its requests and its errors."""
 
     def __init__(self, browser, *, width=1280, height=900, scheme="light", is_phone=False):
         """A phone has a touch screen and no mouse."""
@@ -51,22 +51,22 @@ class Watch:
             self.complaints.append(message.text)
 
     def open(self, url, key=None):
-        """With a `key`, as if it had been typed in before."""
+        """With a `key`, as if a user had typed it in."""
         if key is not None:
             self.page.add_init_script(f"sessionStorage.setItem('headwater-key', '{key}')")
         self.page.goto(url + "/dashboard")
         return self
 
     def wait_for(self, state):
-        """Until the page says it is `live`, `paused` or `lost`."""
+        """Wait until the page shows `live`, `paused` or `lost`."""
         self.page.wait_for_selector(f"#state[data-state={state}]", timeout=30_000)
 
     def number(self, name):
-        """The number that is shown for `name`, as an integer."""
+        """The number shown for `name`."""
         return int(self.page.inner_text(f'[data-value="{name}"]').replace(",", ""))
 
     def wait_number(self, name, value):
-        """Until that number is `value`; fails with what it was instead."""
+        """Wait until that number is `value`; fails with the last number."""
         selector = f'[data-value="{name}"]'
         self.page.wait_for_function(
             "([at, wanted]) => document.querySelector(at)?.textContent.replaceAll(',', '') === wanted",
@@ -78,7 +78,7 @@ class Watch:
         return self.page.inner_text(selector)
 
     def swipe(self, selector, *, left=0, up=0):
-        """Move a finger over an element, so many pixels."""
+        """Move a finger over an element, this many pixels."""
         self.page.locator(selector).scroll_into_view_if_needed()
         box = self.page.locator(selector).bounding_box()
         x, y = box["x"] + box["width"] / 2, box["y"] + min(box["height"], 200) / 2

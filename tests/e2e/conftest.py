@@ -1,4 +1,4 @@
-"""One live server for all tests that leave it as they found it."""
+"""One live server for all tests that leave its state unchanged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A storage backend of one's own, and a dead one: every call fails."""
+"""A plug-in storage backend whose every call fails."""
 
 from headwater.errors import StorageError
 from headwater.storage.memory import MemoryStorage
@@ -8,7 +8,7 @@ class DeadStorage(MemoryStorage):
     """Opens, and then never works."""
 
     def contains(self, runs, *, timeout_s):
-        raise StorageError("nobody is there")
+        raise StorageError("the server does not answer")
 
     def write(self, keys, blocks, *, parents, timeout_s):
-        raise StorageError("nobody is there")
+        raise StorageError("the server does not answer")

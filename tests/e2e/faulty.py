@@ -1,11 +1,11 @@
-"""A storage backend that fails when a test says so, inside a server of its own process.
+"""A storage backend inside a server process that fails when a test orders it.
 
     --kvcache-storage-backend tests.e2e.faulty:OrderedStorage
     --kvcache-storage-config {"backend": NAME, "settings": {…}, "orders": FILE}
 
-An order is the content of FILE, such as `read FLIPPED_BIT` or `write TORN`. The next call of that
-name carries it out, and the file is gone. A torn write stops for ever in the middle of a block,
-with half of it on the medium, and makes FILE.torn: then is the time to kill the process.
+An order is the content of FILE, such as `read FLIPPED_BIT` or `write TORN`. The next call of
+that name executes it and removes the file. A torn write stops for ever in the middle of a
+block, with half of it on the medium, and creates FILE.torn; then the test kills the process.
 """
 
 import os
@@ -23,7 +23,7 @@ Stop = Callable[[], NoReturn]
 
 
 class OrderedStorage(FaultyStorage):
-    """Carries out orders on the way to a real backend."""
+    """Executes orders and passes other calls to a real backend."""
 
     def __init__(self, name: str, backend: Any, medium: Medium, orders: Path) -> None:
         super().__init__(backend, {}, medium)
@@ -66,7 +66,7 @@ class OrderedStorage(FaultyStorage):
 
 
 def open_medium(name: str, settings: Mapping[str, Any], backend: Any) -> Medium:
-    """What lies below a backend."""
+    """The medium below a backend."""
     if name == "file":
         return FileMedium(Path(settings["path"]))
     if name == "redis":
@@ -101,7 +101,7 @@ def tear_redis(backend: StorageBackend, stop: Stop) -> None:
 
 
 def tear_mooncake(backend: Any, stop: Stop) -> None:
-    """The master reserves room for objects whose bytes never come."""
+    """The master reserves room for objects whose bytes never arrive."""
     backend._store = _Reserving(backend._store, stop)
 
 

@@ -1,10 +1,11 @@
-"""A device step that never ends, inside a server of its own process.
+"""A device step that never ends, inside a server process.
 
     --kvcache-storage-backend tests.e2e.hung_device:HungDevice
     --kvcache-storage-config {"order": FILE}
 
-The storage only brings this module into the engine process. The next step after FILE was written hangs
-in the forward pass of the model, without the interpreter lock as a kernel does, and FILE is gone.
+The storage setting only loads this module into the engine process. The next step after FILE was
+written hangs in the forward pass of the model, without the interpreter lock, like a kernel, and
+removes FILE.
 """
 
 from collections.abc import Mapping

@@ -42,14 +42,14 @@ class LiveServer:
 
     @property
     def worker_pids(self) -> list[int]:
-        """The HTTP workers that run now."""
+        """The running HTTP workers."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         commands = {int(child): Path(f"/proc/{child}/cmdline") for child in children}
         return [pid for pid, path in commands.items() if b"launch.worker" in path.read_bytes()]
 
     def wait_ready(self) -> "LiveServer":
-        """Read the banner; raises with what the server said where there is none."""
+        """Read the banner; raises with the server's output if there is none."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -67,12 +67,12 @@ class LiveServer:
             self.errors.extend(lines)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Tell it to stop; its exit code."""
+        """Stop it and return its exit code."""
         self.process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        """The exit code, once there is one."""
+        """Wait for the exit code."""
         code = self.process.wait(timeout=60)
         assert self.process.stdout is not None
         self.lines.extend(self.process.stdout)
@@ -96,7 +96,7 @@ class LiveServer:
     def until(
         self, reached: Callable[[dict[str, Any]], bool], **options: Any
     ) -> dict[str, Any]:
-        """Ask what /cache says until `reached(state)`; that state."""
+        """Request /cache until `reached(state)`; return that state."""
         deadline = time.monotonic() + 60
         while True:
             state: dict[str, Any] = self.get("/cache", **options).json()
@@ -105,13 +105,13 @@ class LiveServer:
             assert time.monotonic() < deadline, state
 
     def until_draining(self) -> None:
-        """Ask /health until it says that the server drains."""
+        """Request /health until the server drains."""
         deadline = time.monotonic() + 60
         while "draining" not in self.get("/health").text:
             assert time.monotonic() < deadline
 
     def until_healthy(self) -> None:
-        """Ask /health until it is 200."""
+        """Request /health until it is 200."""
         deadline = time.monotonic() + 60
         while self.get("/health").status_code != 200:
             assert time.monotonic() < deadline
@@ -123,7 +123,7 @@ class LiveServer:
 
 
 class Stream:
-    """A streamed completion that is read event by event, over a connection of its own."""
+    """A streamed completion that is read event by event, over its own connection."""
 
     def __init__(
         self, url: str, fields: dict[str, Any], headers: dict[str, str] | None = None
@@ -164,6 +164,6 @@ class Stream:
         return found
 
     def close(self) -> None:
-        """Leave, in the middle or not."""
+        """Close the connection, in the middle or not."""
         self._response.close()
         self._connection.close()

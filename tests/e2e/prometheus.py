@@ -39,7 +39,7 @@ class Prometheus:
         await_port(port, self._process)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """What the expression is now; an error of Prometheus' is one here."""
+        """The current value of an expression; an error of Prometheus fails."""
         params = {"query": expression}
         answer = httpx.get(f"{self._url}/query", params=params, timeout=10).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
@@ -47,12 +47,12 @@ class Prometheus:
         return found
 
     def rules(self) -> list[dict[str, Any]]:
-        """Every rule and how its last evaluation went."""
+        """Every rule and the result of its last evaluation."""
         groups = httpx.get(f"{self._url}/rules", timeout=10).json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
     def await_any(self, expression: str, *, seconds: float = 30) -> list[dict[str, Any]]:
-        """The same, once there is something."""
+        """The same, when there is a value."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if found := self.query(expression):

@@ -1,4 +1,4 @@
-"""An agent's loop of 20 tool turns: its history is found in the cache, in all three APIs."""
+"""An agent's loop of 20 tool turns: its history hits the cache, in all three APIs."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def server():
 
 
 class Shares:
-    """Of each turn: how much of the prompt before the new messages was found."""
+    """For each turn: the share of the prompt before the new messages that was cached."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -57,7 +57,7 @@ def post(server: LiveServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_chat_completions(server):
-    """Calls and results in the history are the tokens that were generated and read."""
+    """Calls and results in the history have the tokens that were generated and read."""
     tools = [
         {"type": "function", "function": {"name": n, "description": ABOUT, "parameters": CITY}}
         for n in NAMES
@@ -84,7 +84,7 @@ def test_chat_completions(server):
 
 
 def test_responses(server):
-    """The same with stored turns: a request has only what is new."""
+    """The same with stored turns: a request has only the new part."""
     tools = [
         {"type": "function", "name": n, "description": ABOUT, "parameters": CITY} for n in NAMES
     ]

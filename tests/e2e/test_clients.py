@@ -23,7 +23,7 @@ def model(client):
 
 
 def test_models(client, model):
-    """The list has the one model, with the extra that says how long a request may be."""
+    """The list has the one model, with its maximum length."""
     assert model == "headwater-tiny"
     assert client.models.list().data[0].max_model_len == 4096
 
@@ -61,7 +61,8 @@ def test_chat_streamed_and_whole_are_the_same(client, model):
 
 
 def test_cached_tokens_are_reported(client, model):
-    """Lesson 64: the second turn of a conversation says what it reused; salts part tenants."""
+    """Lesson 64: the second turn of a conversation reports what it reused; salts separate
+    tenants."""
     long = [{"role": "user", "content": "the same long beginning " * 20}]
     options = {"model": model, "messages": long, "max_tokens": 4, "temperature": 0}
 

@@ -1,4 +1,4 @@
-"""Control of a live server while traffic runs: pause, abort, reset, other weights."""
+"""Control of a live server under traffic: pause, abort, reset, other weights."""
 
 import shutil
 import threading
@@ -26,7 +26,7 @@ def body(prompt, **fields):
 
 
 class Traffic:
-    """Clients that ask the same prompts over and over, until told to stop."""
+    """Clients that repeat the same prompts until they are stopped."""
 
     def __init__(self, server, *, clients=3):
         self._server = server
@@ -48,7 +48,7 @@ class Traffic:
             turn += 1
 
     def wait_for(self, count):
-        """Until `count` more requests were answered than have been by now."""
+        """Wait until `count` more requests were answered."""
         with self._answered:
             end = len(self.answers) + count
             assert self._answered.wait_for(lambda: len(self.answers) >= end, timeout=60)
@@ -104,10 +104,10 @@ def expected(server):
 
 
 def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
-    """Lesson 58: nobody is refused, nobody is admitted, and nothing is lost."""
+    """Lesson 58: no request is refused, none is admitted, and nothing is lost."""
     assert server.post("/v1/pause").status_code == 200
     try:
-        # Everybody waits, so nobody's answer is still on its way.
+        # All requests wait, so no answer is still in transit.
         state = server.until(lambda state: state["num_waiting"] >= traffic.num_clients)
         assert state["is_paused"]
         count = len(traffic.answers)
@@ -124,7 +124,7 @@ def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
 
 
 def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
-    """By the name its client gave it, while others run; its client is told."""
+    """By the client's name for it, while others run; its client gets the reason."""
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(
             server.post,
@@ -146,7 +146,7 @@ def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
 
 
 def test_abort_all_under_load_returns_every_slot(server, traffic):
-    """Lesson 58: whatever each request was doing."""
+    """Lesson 58: in any state of each request."""
     server.post("/v1/abort_requests", {"abort_all": True})
     traffic.wait_for(3)
     answers = traffic.stop()
@@ -167,9 +167,9 @@ def test_reset_under_load_changes_no_token(server, traffic):
 
 
 def test_other_weights_under_load_serve_everyone_and_mix_nothing(server, models, traffic):
-    """Lesson 39: every answer is of the one or of the other model whole, none of a block of one
-    in the other; nobody is refused; the old weights' blocks are found again when they return,
-    from storage, and not before."""
+    """Lesson 39: every answer comes completely from one of the two models; no request is
+    refused; blocks of the old weights are found again, in storage, only when these weights are
+    loaded again."""
     old = server.get("/server_info").json()["engine"]["fingerprint"]
     answer = server.post("/v1/reload_weights", {"model": str(models / "b")})
     assert answer.status_code == 200, answer.text
@@ -199,7 +199,7 @@ def test_other_weights_under_load_serve_everyone_and_mix_nothing(server, models,
 
 
 def test_a_reload_that_cannot_be_changes_nothing(server, models, traffic):
-    """Another shape, no model, a folder elsewhere: a sentence, and traffic goes on."""
+    """Another shape, no model, a folder elsewhere: an error message, and traffic continues."""
     before = server.get("/server_info").json()["engine"]["fingerprint"]
     for model, message in (
         (models / "wide", "another shape: num_layers"),
@@ -218,7 +218,7 @@ def test_a_reload_that_cannot_be_changes_nothing(server, models, traffic):
 
 
 def test_a_reload_that_cannot_drain_in_time_is_refused(server):
-    """Drains or refuses, with a reason; whoever runs goes on to its end."""
+    """It drains or refuses with a reason; running requests continue to their end."""
     running = server.open_stream(max_tokens=600)
     running.next()
 

@@ -1,4 +1,4 @@
-"""The page at /dashboard in a real Chromium, over a live server that asks for a key."""
+"""The page at /dashboard in a real Chromium, over a live server that requires a key."""
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_the_page_shows_what_cache_says_and_goes_on_with_it(watch, server):
 
 
 def test_a_reload_shows_the_same_history(watch, server):
-    """The server keeps the points of the charts: the first picture after a reload has them."""
+    """The server keeps the points of the charts, so they are there after a reload."""
     page = watch.page
     num_points = "() => document.querySelector('#c-output .line')?.getAttribute('d').split('L').length ?? 0"
     page.wait_for_function(f"() => ({num_points})() >= 3")
@@ -93,7 +93,8 @@ def test_a_reload_shows_the_same_history(watch, server):
 
 
 def test_failures_and_losses_are_red_and_have_their_reasons(watch):
-    """Failed transfers, a storage that fails, and tokens after a lost block apart from new text."""
+    """Failed transfers, failing storage, and tokens after a lost block separate from new
+    text."""
 
     def with_failures(route):
         answer = route.fetch()
@@ -132,7 +133,7 @@ def test_failures_and_losses_are_red_and_have_their_reasons(watch):
 
 
 def test_the_tree_is_walked_by_keyboard_and_shows_no_tenant(watch, server):
-    """Arrows walk, Enter goes in, Escape goes out; salted tenants are one sum."""
+    """Arrows move, Enter opens, Escape leaves; salted tenants are one sum."""
     page = watch.page
     page.wait_for_selector("#tree .run.device")
     page.focus("#tree [tabindex='0']")
@@ -164,7 +165,7 @@ def test_everything_can_be_reached_with_the_tab_key(watch):
 
 
 def test_it_fits_wide_and_narrow_light_and_dark(watch, server):
-    """Nothing hangs over the edge; pictures are kept for people to look at."""
+    """Nothing overflows; pictures are kept for people."""
     page = watch.page
     page.wait_for_selector("#tree .run")
     complete(server, PROMPT + "A picture, please. " * 5)
@@ -186,8 +187,8 @@ def test_it_fits_wide_and_narrow_light_and_dark(watch, server):
 
 
 def test_it_is_used_by_touch_on_a_phone(browser, server):
-    """Fingers scroll a table in both directions, enter and leave the tree, and open a request.
-    What was scrolled stays there when the page shows the next answer."""
+    """Fingers scroll a table in both directions, open and leave the tree, and open a request.
+    The scroll position stays when the page shows the next answer."""
     watch = Watch(browser, width=390, height=844, is_phone=True).open(server.url, KEY)
     watch.wait_for("live")
     page = watch.page
@@ -224,7 +225,7 @@ def test_it_is_used_by_touch_on_a_phone(browser, server):
 
 
 def test_a_wrong_key_is_said_and_the_right_one_opens(browser, server):
-    """The page itself needs no key; what it shows does."""
+    """The page itself needs no key; its data does."""
     watch = Watch(browser).open(server.url)
     watch.page.wait_for_selector("#key-form:not([hidden])")
     watch.page.fill("#key", "wrong")
@@ -243,7 +244,7 @@ def test_a_wrong_key_is_said_and_the_right_one_opens(browser, server):
 
 
 def test_a_restarted_server_is_found_again(browser, server):
-    """The page says that it waits, and goes on with the new server's numbers by itself."""
+    """The page shows that it waits, and continues with the new server's numbers."""
     watch = Watch(browser).open(server.url, KEY)
     watch.wait_for("live")
     shown_is_true(watch, cache(server))

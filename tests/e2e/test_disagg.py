@@ -1,4 +1,5 @@
-"""Prefill and decode as separate processes: killed, stopped and cut off at each message."""
+"""Prefill and decode as separate processes: killed, stopped and disconnected at each
+message."""
 
 import os
 import signal
@@ -24,11 +25,11 @@ STEPS = {
     "first": ("to_d", 3),
     "done": ("to_p", 4),
 }
-"""Which frame each message is, in a hand-off that goes well."""
+"""The frame number of each message in a successful hand-off."""
 
 
 def nightly(step: str):
-    """A step that is left to the long runs: each death costs the start of a process."""
+    """A step for the long runs only: each death costs the start of a process."""
     return pytest.param(step, marks=pytest.mark.nightly)
 
 
@@ -46,7 +47,7 @@ class Cluster:
         return LiveServer("--splitwise-role", role, "--peer-lease", str(LEASE_S), blocks=96)
 
     def restart(self, server: LiveServer, role: str) -> None:
-        """Another of this role, in place of one that was killed."""
+        """Start another instance of this role after one was killed."""
         server.stop(signal.SIGKILL)
         fresh = self.start(role).wait_ready()
         if role == "prefill":
@@ -63,7 +64,7 @@ class Cluster:
         return address
 
     def prompt(self) -> list[int]:
-        """Three blocks and a half that nobody has seen."""
+        """Three blocks and a half that no request has used."""
         self.number += 1
         return [self.number] * 7 + [(at * self.number) % 251 for at in range(217)]
 
@@ -83,7 +84,7 @@ def cluster():
 
 
 class Asking:
-    """A request in another thread, and its answer once there is one."""
+    """A request in another thread, and later its answer."""
 
     def __init__(self, server: LiveServer, prompt: list[int], address: str, fallback: str = ""):
         headers = {"x-headwater-prefill": address, "x-headwater-peer-token": TOKEN}
@@ -129,7 +130,7 @@ def ids(answer: httpx.Response | None) -> list[int]:
 
 
 def until_balanced(server: LiveServer) -> None:
-    """Nothing is held, and no hand-off in flight, within a few terms."""
+    """Wait until nothing is held and no hand-off is in flight, within a few terms."""
     end_s = SystemClock().now() + 4 * LEASE_S
     while True:
         lines = server.get("/metrics").text.splitlines()
@@ -168,7 +169,7 @@ def test_a_hand_off_between_processes_yields_the_tokens_of_one(cluster):
 
 
 def test_an_instance_that_is_not_there_is_a_typed_refusal_or_computed_here(cluster):
-    """As the router wants it."""
+    """As the router requests."""
     prompt = cluster.prompt()
     refused = Asking(cluster.decode, prompt, "127.0.0.1:1").end(30)
     assert refused is not None
@@ -182,7 +183,7 @@ def test_an_instance_that_is_not_there_is_a_typed_refusal_or_computed_here(clust
 
 @pytest.mark.parametrize("step", [nightly("accepted"), "ask", nightly("grant"), "first"])
 def test_a_killed_p_costs_time_and_nothing_else(cluster, step):
-    """kill -9 at each message: D's client gets its tokens, and D its slots."""
+    """kill -9 at each message: D's client gets its tokens, and D's slots are returned."""
     prompt = cluster.prompt()
     with closing(cluster.proxy(step)) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address, fallback="local")
@@ -197,7 +198,7 @@ def test_a_killed_p_costs_time_and_nothing_else(cluster, step):
 
 @pytest.mark.parametrize("step", [nightly("ask"), "grant", nightly("done")])
 def test_a_killed_d_leaves_nothing_on_p(cluster, step):
-    """kill -9 at each message: P ends its part, frees it, and serves the next."""
+    """kill -9 at each message: P ends its part, frees it, and serves the next request."""
     prompt = cluster.prompt()
     with closing(cluster.proxy(step)) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address)
@@ -212,7 +213,8 @@ def test_a_killed_d_leaves_nothing_on_p(cluster, step):
 
 
 def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
-    """SIGSTOP: the lease expires, D computes; woken, P hears that it is over."""
+    """SIGSTOP: the lease expires and D computes; when P continues, it is told that the hand-off
+    is over."""
     prompt = cluster.prompt()
     with closing(cluster.proxy("grant")) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address)
@@ -229,7 +231,8 @@ def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
 
 
 def test_a_p_that_is_told_to_stop_ends_what_others_wait_for(cluster):
-    """Lesson 59: SIGTERM in the middle of a hand-off: it goes on to its end, and then P ends."""
+    """Lesson 59: after SIGTERM in the middle of a hand-off, the hand-off ends normally, and
+    then P ends."""
     prompt, prefill = cluster.prompt(), cluster.prefill
     before = failures(cluster.decode)
     with closing(cluster.proxy("grant")) as proxy:
@@ -262,7 +265,7 @@ def until_draining(server: LiveServer) -> None:
 
 
 def test_a_cut_connection_ends_in_tokens(cluster):
-    """Both ends live on; the hand-off does not."""
+    """Both instances live on; the hand-off ends, and the request gets its tokens."""
     prompt = cluster.prompt()
     proxy = cluster.proxy("first")
     asking = Asking(cluster.decode, prompt, proxy.address)

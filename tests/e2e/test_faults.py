@@ -1,8 +1,8 @@
-"""Faults of storage as a client of a real server with a real model sees them: not at all.
+"""Storage faults under a real server with a real model: clients do not notice them.
 
-The whole matrix is in tests/engine/test_fault_matrix.py, over an engine that echoes. Here the same
-faults meet the built-in model, HTTP and /metrics: in each cell the greedy tokens are those of a
-server without a cache, the fault is counted by its reason, and every slot comes back.
+The whole matrix is in tests/engine/test_fault_matrix.py, over an engine that echoes. Here the
+same faults meet the built-in model, HTTP and /metrics: in each cell the greedy tokens are those
+of a server without a cache, the fault is counted by its reason, and every slot is returned.
 """
 
 import json
@@ -39,7 +39,7 @@ DAMAGE = {
 
 @dataclass
 class Stage:
-    """A medium, what it takes to kill its server, and a server of ours on it."""
+    """A medium, how to kill its server, and a server of ours that uses it."""
 
     name: str
     settings: dict[str, Any]
@@ -85,7 +85,7 @@ def right() -> Iterator[dict[int, list[int]]]:
 
 @pytest.fixture(scope="module")
 def server(stage: Stage, right: dict[int, list[int]]) -> Iterator[LiveServer]:
-    """A server on what another one left, which was killed in the middle of a write."""
+    """A server on the storage of another one, which was killed in the middle of a write."""
     victim = stage.serve()
     assert ask(victim, 2)[0] == right[2]
     until_written(victim, "host_to_storage")
@@ -133,7 +133,7 @@ def check_whole(server: LiveServer) -> None:
 
 
 def store(server: LiveServer, name: str) -> str:
-    """A salt under which all blocks of the first prompt are in storage, and in nothing else.
+    """A salt under which all blocks of the first prompt are only in storage.
 
     A pool may offer the memory of a dead member for some seconds; such writes fail.
     """
@@ -145,7 +145,7 @@ def store(server: LiveServer, name: str) -> str:
         server.post("/reset_prefix_cache")
         if after - before < cache["recomputed"] // 64:
             continue
-        # Blocks of an earlier attempt may have been written in their place: look.
+        # Blocks of an earlier attempt may have been written instead: check.
         _, found = ask(server, 1, cache_salt=salt)
         server.post("/reset_prefix_cache")
         if found["recomputed"] < 64:
@@ -156,7 +156,7 @@ def store(server: LiveServer, name: str) -> str:
 def meet(
     server: LiveServer, stage: Stage, call: str, fault: str, right: dict[int, list[int]]
 ) -> dict[tuple[str, ...], float]:
-    """Have one call of a stored prefix fail; what was counted meanwhile."""
+    """Let one call for a stored prefix fail; return what was counted meanwhile."""
     salt = f"{call} {fault}"
     if call != "write":
         salt = store(server, salt)
@@ -176,8 +176,8 @@ def meet(
 def test_the_survivor_of_a_torn_write_serves_what_is_whole(
     server: LiveServer, stage: Stage, right: dict[int, list[int]]
 ) -> None:
-    """Lessons 40, 44: after kill -9 in the middle of a block, that block is not found; what
-    was written before is, except in a pool that lost the memory its dead member had lent."""
+    """Lessons 40, 44: after kill -9 in the middle of a block, that block is not found, but
+    earlier ones are, except in a pool that lost the memory of its dead member."""
     torn, cache = ask(server, 1)
     whole, before = ask(server, 2)
 
@@ -218,8 +218,8 @@ def test_bytes_that_are_not_the_block_are_not_served(
 def test_a_hung_read_costs_the_deadline_of_the_request(
     server: LiveServer, stage: Stage, right: dict[int, list[int]]
 ) -> None:
-    """Lessons 38, 50: the client waits as long as it said, and nothing that arrives later is
-    taken for anything."""
+    """Lessons 38, 50: the client waits until its own deadline, and bytes that arrive later are
+    not used."""
     salt = store(server, "hang")
     stage.orders.write_text("read HANG")
 

@@ -12,7 +12,7 @@ PROMPT = "a long conversation, of which more will come or will not " * 4
 
 
 def test_a_session_is_known_from_its_request_until_it_is_closed(server):
-    """Over the wire both ways; what is said of a session never changes its tokens."""
+    """Over the wire in both directions; a hint never changes tokens."""
     before = server.until_idle()["sessions"]
     fields = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
     plain = server.complete(**fields).json()["choices"][0]["token_ids"]
@@ -28,8 +28,8 @@ def test_a_session_is_known_from_its_request_until_it_is_closed(server):
 
 
 def test_a_server_learns_from_shipped_weights_on_and_brings_up_what_is_expected():
-    """--eviction session with a host tier: an expected session that was pushed off the device is
-    back on it before its next turn, which then finds it there."""
+    """--eviction session with a host tier: an expected session that was evicted from the device
+    is back there before its next turn."""
     flags = ("--eviction", "session", "--swap-space", "0.05", "--write-policy", "write_through")
     server = LiveServer(*flags, "--max-model-len", "1024", blocks=16).wait_ready()
     hint = {"session_id": "s", "cache_hint": {"returns_in_s": 4}}

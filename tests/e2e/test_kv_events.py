@@ -1,4 +1,4 @@
-"""KV events of a real server with every tier, heard by a consumer that knows only the format."""
+"""KV events of a real server with every tier, read by a consumer that knows only the format."""
 
 import json
 
@@ -35,7 +35,8 @@ def follow(server):
 
 
 def until_agreed(server, consumer):
-    """Ask until events and /cache say the same of device and host: copies land when they do."""
+    """Repeat until events and /cache agree about device and host, because copies end
+    asynchronously."""
     while True:
         consumer.ask()
         tiers = server.get("/cache").json()["tiers"]
@@ -45,8 +46,8 @@ def until_agreed(server, consumer):
 
 
 def test_a_real_server_is_followed_through_all_tiers_and_a_restart(tmp_path):
-    """Lesson 71: an idle engine answers with a snapshot, evictions and writes are all told, a
-    reset clears, and another life has another epoch and begins with nothing."""
+    """Lesson 71: an idle engine answers with a snapshot, all evictions and writes are reported,
+    a reset clears, and a restarted engine has another epoch and starts empty."""
     server = start(tmp_path)
     consumer, epoch = follow(server)
     for number in range(6):

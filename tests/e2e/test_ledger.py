@@ -1,4 +1,4 @@
-"""The ledger of a request where programs read it: JSON logs, and spans at a real receiver."""
+"""The record of a request for programs: JSON logs, and spans at a real receiver."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Receiver:
-    """An OTLP/HTTP receiver: decodes what it is sent with OpenTelemetry's own messages."""
+    """An OTLP/HTTP receiver that decodes with OpenTelemetry's own messages."""
 
     def __init__(self):
         messages = pytest.importorskip(
@@ -60,7 +60,7 @@ def value_of(attribute):
 
 @pytest.fixture(scope="module")
 def told():
-    """What a server logged and sent for a cold request, a warm one and one that left."""
+    """Logs and spans of a cold request, a warm one and one whose client disconnected."""
     receiver = Receiver()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
@@ -104,7 +104,8 @@ def test_every_line_of_the_log_is_json_and_each_request_has_one(told):
 
 
 def test_spans_arrive_with_their_ledger_below_their_caller(told):
-    """OTLP over HTTP, decoded: one span a request, its phases inside it, the caller above."""
+    """OTLP over HTTP, decoded: one span per request, its phases as children, the caller as
+    parent."""
     server, receiver = told
     requests = {
         next(value_of(a) for a in span.attributes if a.key == "headwater.request_id"): span

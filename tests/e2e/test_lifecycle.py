@@ -1,4 +1,4 @@
-"""How a server starts, dies and stops: exit codes, messages, and what clients are told."""
+"""How a server starts, dies and stops: exit codes, messages, and what clients get."""
 
 import json
 import os
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_sigterm_drains_then_exits_0():
-    """Lesson 59: what runs is finished; health and new requests get 503 on the open port; the
-    exit code is 0, and the log has the beginning and the end."""
+    """Lesson 59: running requests finish; health checks and new requests get 503 on the open
+    port; the exit code is 0, and the log has the start and the end."""
     server = LiveServer("--drain-timeout", "300").wait_ready()
     stream = server.open_stream(max_tokens=2000)
     first = stream.next()
@@ -44,7 +44,7 @@ def test_sigterm_drains_then_exits_0():
 
 
 def test_a_second_signal_stops_at_once():
-    """An operator who does not want to wait is obeyed; clients get a last event."""
+    """The server stops at once; clients get a last event."""
     server = LiveServer("--drain-timeout", "600").wait_ready()
     stream = server.open_stream(max_tokens=8000)
     stream.next()
@@ -60,8 +60,8 @@ def test_a_second_signal_stops_at_once():
 
 
 def test_a_drain_is_bounded_and_two_servers_live_side_by_side():
-    """Lesson 59: a request that would take for ever is ended, and told so; and
-    lesson 60: two servers share nothing, so stopping one leaves the other."""
+    """Lesson 59: an endless request is ended with an error; and lesson 60: two servers share
+    nothing, so stopping one does not affect the other."""
     other, server = LiveServer(), LiveServer("--drain-timeout", "1")
     other.wait_ready()
     server.wait_ready()
@@ -115,8 +115,9 @@ def test_a_killed_engine_is_told_to_every_client_at_once_and_is_replaced():
 def test_a_device_step_that_never_ends_is_told_to_every_client_and_the_engine_is_replaced(
     tmp_path,
 ):
-    """The watchdog declares the engine dead after --step-timeout. Streams and waiting requests get
-    `engine_dead` with the reason, the supervisor restarts it, and the next request is answered."""
+    """The watchdog declares the engine dead after --step-timeout. Streams and waiting requests
+    get `engine_dead` with the reason, the supervisor restarts the engine, and the next request
+    is answered."""
     order = tmp_path / "hang"
     server = LiveServer(
         *("--max-num-seqs", "1", "--step-timeout", "8", "--swap-space", "0.1"),
@@ -147,7 +148,7 @@ def test_a_device_step_that_never_ends_is_told_to_every_client_and_the_engine_is
 
 
 def test_a_server_may_be_told_to_go_with_its_engine():
-    """For operators whose own supervisor restarts what exits: the sentence, and exit code 1."""
+    """For operators whose own supervisor restarts processes: the message, and exit code 1."""
     server = LiveServer("--exit-with-engine").wait_ready()
 
     os.kill(server.engine_pid, signal.SIGKILL)
@@ -158,7 +159,7 @@ def test_a_server_may_be_told_to_go_with_its_engine():
 
 @pytest.mark.parametrize("command", ["serve", "route"])
 def test_a_taken_port_is_a_clear_message(command):
-    """Lesson 60: known before anything is loaded; names the port; exit code 1."""
+    """Lesson 60: reported before anything is loaded, with the port; exit code 1."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -186,7 +187,7 @@ def test_a_taken_port_is_a_clear_message(command):
     ],
 )
 def test_an_address_that_is_not_here_is_a_clear_message(host, sentence, capsys):
-    """Lesson 60: the same for a host; nothing is loaded for it."""
+    """Lesson 60: the same for a host; nothing is loaded."""
     assert main(["serve", "--host", host, "--port", "0"]) == 1
 
     told = capsys.readouterr()
@@ -195,7 +196,7 @@ def test_an_address_that_is_not_here_is_a_clear_message(host, sentence, capsys):
 
 
 def test_a_model_that_cannot_be_served_is_a_sentence(tmp_path):
-    """Lesson 61: the engine's own sentence reaches the operator; exit code 1, no traceback."""
+    """Lesson 61: the operator gets the engine's message; exit code 1, no traceback."""
     server = LiveServer(str(tmp_path))
 
     assert server.wait() == 1
@@ -206,7 +207,7 @@ def test_a_model_that_cannot_be_served_is_a_sentence(tmp_path):
 
 
 def test_a_server_can_be_stopped_while_it_loads():
-    """Told to stop before the model is there, it ends at once, with 0."""
+    """Stopped before the model is loaded, it ends at once with exit code 0."""
     server = LiveServer()
     assert server.process.stdout is not None
     assert server.process.stdout.readline().startswith("loading")

@@ -1,4 +1,4 @@
-"""`headwater.LLM` on the built-in model, and that it says what the server says."""
+"""`headwater.LLM` on the built-in model gives the output of the server."""
 
 import re
 import subprocess
@@ -49,7 +49,7 @@ def test_offline_equals_served(llm, server):
 
 
 def test_a_conversation_is_reused_turn_by_turn(llm):
-    """Lesson 64: the next turn finds the one before, and says how much of it."""
+    """Lesson 64: the next turn hits the one before, and reports how much."""
     messages = [{"role": "user", "content": "tell me about water " * 10}]
     first = llm.chat(messages, headwater.SamplingParams(max_tokens=4))[0]
     second = llm.chat(
@@ -66,7 +66,7 @@ def test_a_conversation_is_reused_turn_by_turn(llm):
 
 
 def test_importing_the_package_does_not_import_torch():
-    """`headwater.LLM` is there, and costs nothing until it is used."""
+    """`headwater.LLM` exists, and costs nothing until it is used."""
     script = (
         "import sys, headwater\n"
         "assert 'LLM' in headwater.__all__\n"

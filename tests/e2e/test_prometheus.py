@@ -1,4 +1,4 @@
-"""A real Prometheus over a live server: it reads the metrics, the board's queries and the rules."""
+"""A real Prometheus over a live server: metrics, the dashboard's queries and the rules."""
 
 import json
 import os
@@ -32,7 +32,8 @@ SHOWN_AT_ONCE = (
     "engine_steps",
     "e2e_request_latency",
 )
-"""What any server with some traffic shows; the rest is about tiers, peers and routers."""
+"""Panels that show data for any server with some traffic; the others need tiers, peers and
+routers."""
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ def queries():
 
 
 def test_prometheus_reads_the_metrics_and_runs_every_query_and_rule(watched):
-    """Panels of a server with some traffic have numbers in them, none is an error, and an engine
-    that is killed is an alert on its way."""
+    """Panels of a server with traffic have data, no query is an error, and a killed engine
+    raises an alert."""
     server, prometheus = watched
     prometheus.await_any("headwater:engine_up == 1")
     for number in range(3):

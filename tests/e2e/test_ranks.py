@@ -10,7 +10,7 @@ from tests.e2e.live import LiveServer
 
 
 def _rank_pids(server: LiveServer) -> list[int]:
-    """Children of the engine that runs now."""
+    """Children of the running engine."""
     pid = server.process.pid
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -25,8 +25,8 @@ def _command(pid: str) -> bytes:
 
 @pytest.mark.nightly
 def test_a_lost_rank_is_told_to_clients_and_the_engine_comes_back_with_its_host_tier() -> None:
-    """The stream ends with an error that names the rank; a new engine with new ranks adopts the
-    host tier and says the same; nothing is left in the end."""
+    """The stream ends with an error that names the rank. A new engine with new ranks adopts the
+    host tier and gives the same output; in the end nothing is left."""
     server = LiveServer("--tensor-parallel-size", "2", "--swap-space", "0.1").wait_ready()
     prompt = "a prompt of more than one block " * 8
     before = server.complete(prompt=prompt, max_tokens=8).json()["choices"][0]["text"]

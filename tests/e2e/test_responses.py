@@ -36,7 +36,7 @@ def client(server):
 
 
 def test_a_stored_conversation_goes_on_and_finds_its_prefix(client):
-    """Each turn sends only what is new; the server adds the rest, which is in the cache."""
+    """Each turn sends only what is new; the server adds the rest, which hits the cache."""
     before, previous = 0, None
     items: Any = "What is the weather in Rome?"
     for _ in range(4):
@@ -67,7 +67,7 @@ def test_a_stored_conversation_goes_on_and_finds_its_prefix(client):
 
 
 def test_what_is_not_stored_is_a_404(client):
-    """By `store`: false, by another tenant, or never made."""
+    """With `store` false, for another tenant, or never created."""
     fields = {"model": MODEL, "input": "x", "max_output_tokens": 4}
     hidden = client.responses.create(**fields, store=False)
     red = client.responses.create(**fields, extra_body={"cache_salt": "red"})
@@ -82,7 +82,7 @@ def test_what_is_not_stored_is_a_404(client):
 
 
 def test_a_stream_is_the_whole_answer(client):
-    """The same items with the same text; reasoning is an item of its own."""
+    """The same items with the same text; reasoning is a separate item."""
     fields = {"model": MODEL, "input": "Hello", "max_output_tokens": 24}
     for extra in ({"seed": 7}, {"seed": 7, "chat_template_kwargs": {"enable_thinking": True}}):
         whole = client.responses.create(**fields, extra_body=extra)

@@ -1,4 +1,4 @@
-"""An engine that is killed at any moment: its host tier is found again, and no token is wrong."""
+"""An engine killed at any moment: its host tier is found again, and no token is wrong."""
 
 import os
 import random
@@ -55,7 +55,7 @@ def host_blocks(server):
 
 
 def kill_engine(server):
-    """Kill it and wait for the next one; seconds until that answered a request."""
+    """Kill it and wait for the next one; return the seconds until it answered a request."""
     victim = engine_of(server)
     begin_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -77,8 +77,8 @@ def shared_memory():
 
 
 def test_a_killed_engine_leaves_its_host_tier_to_the_next():
-    """Killed while it serves: at least 0.95 of the host blocks are found again, prompts get the
-    same tokens as before, and nothing stays when the supervisor is killed too."""
+    """Killed while it serves: at least 0.95 of the host blocks are found again, prompts give
+    the same tokens, and nothing is left when the supervisor is killed too."""
     before = shared_memory()
     server = LiveServer(*FLAGS, "--api-workers", "2", blocks=160).wait_ready()
     truth = [ask(server, number)[0] for number in range(NUM_PROMPTS)]

@@ -1,4 +1,4 @@
-"""A live server under odd clients: leaving, flooding, pausing, resetting."""
+"""A live server with unusual clients: disconnecting, flooding, pausing, resetting."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_client_that_leaves_frees_its_slots(server):
-    """Lesson 58: closing the connection in mid-stream ends the work; every slot comes back."""
+    """Lesson 58: closing the connection in mid-stream ends the work; every slot is returned."""
     stream = server.open_stream(max_tokens=4000, prompt="a stream nobody reads to its end")
     assert stream.next() is not None
     assert server.get("/cache").json()["num_running"] == 1
@@ -26,7 +26,7 @@ def test_a_client_that_leaves_frees_its_slots(server):
 
 
 def test_reset_under_load_changes_no_token(server):
-    """Lesson 59: forgetting the cache while requests run disturbs none of them."""
+    """Lesson 59: resetting the cache while requests run disturbs none of them."""
     fields = {"max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
     prompt = "a prompt of a hundred tokens and some more, told while the cache is reset " * 2
 
@@ -43,7 +43,7 @@ def test_reset_under_load_changes_no_token(server):
 
 
 def test_pause_and_resume(server):
-    """Lesson 58: paused, a new request waits while a running one goes on to its end."""
+    """Lesson 58: during a pause a new request waits and a running one continues."""
     running = server.open_stream(max_tokens=600)
     running.next()
     server.post("/v1/pause")
@@ -60,7 +60,8 @@ def test_pause_and_resume(server):
 
 
 def test_abort_by_name(server):
-    """Lesson 58: a request can be ended from another connection, and its client is told."""
+    """Lesson 58: a request can be aborted from another connection, and its client gets the
+    reason."""
     stream = server.open_stream(max_tokens=4000, request_id="long-one")
     stream.next()
 
@@ -86,7 +87,7 @@ def test_the_http_process_has_no_torch(server):
 
 
 def test_metrics_of_a_live_server(server):
-    """What is scraped comes from both processes."""
+    """Scraped metrics come from both processes."""
     server.complete(max_tokens=3)
 
     text = server.get("/metrics").text
@@ -114,7 +115,7 @@ KEY = {"authorization": "Bearer sesame"}
 
 
 def test_the_key_is_asked_for(small):
-    """401 without it, everywhere but on /health."""
+    """401 without it, everywhere except /health."""
     assert small.get("/v1/models").status_code == 401
     assert small.post("/v1/completions", {"prompt": "a"}).status_code == 401
     assert small.get("/health").status_code == 200
@@ -122,7 +123,7 @@ def test_the_key_is_asked_for(small):
 
 
 def test_a_flag_that_does_nothing_was_announced(small):
-    """Lesson 34: --write-policy without a host tier says so when the server starts."""
+    """Lesson 34: --write-policy without a host tier is noted when the server starts."""
     assert any("--write-policy does nothing here" in line for line in small.lines)
 
 
@@ -133,7 +134,7 @@ def test_a_long_body_is_a_413(small):
 
 
 def test_a_full_queue_is_a_429(small):
-    """One runs, none may wait: the next is turned away, and told when to come again."""
+    """One runs and none may wait: the next is refused with Retry-After."""
     options: dict[str, Any] = {"headers": KEY, "timeout": 60}
     body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", small.url + "/v1/completions", json=body, **options) as first:

@@ -30,8 +30,8 @@ def master() -> Iterator[MooncakeMaster]:
 
 
 def test_two_servers_on_one_mooncake_pool_hit_each_others_prefixes(master: MooncakeMaster):
-    """How a deployment outgrows one machine: what either computed, the other loads, with the
-    same tokens, and writes no second time (lesson 40)."""
+    """What either server computed, the other loads, with the same tokens, and does not write
+    again (lesson 40)."""
     settings = {"master": master.address, "segment_bytes": "64MiB"}
     servers = [start("mooncake", settings) for _ in range(2)]
     first, second = (server.wait_ready() for server in servers)
@@ -54,7 +54,7 @@ def test_two_servers_on_one_mooncake_pool_hit_each_others_prefixes(master: Moonc
 
 
 def test_a_restarted_server_hits_in_a_mooncake_pool_that_stayed(master: MooncakeMaster):
-    """The memory of the pool is lent by a process that stays, so the first request hits."""
+    """A process that stays lends the memory of the pool, so the first request hits."""
     lender = MooncakeLender(master)
     before, after, warm = restart("mooncake", {"master": master.address, "segment_bytes": 0})
     lender.stop()
@@ -74,7 +74,7 @@ def test_a_restarted_server_hits_on_a_redis_server_that_stayed(tmp_path):
 
 
 def restart(backend: str, settings: dict[str, Any]) -> tuple[list[int], list[int], Any]:
-    """The tokens before and after a restart, and where the first prompt then came from."""
+    """The tokens before and after a restart, and the source of the first prompt afterwards."""
     server = start(backend, settings).wait_ready()
     before, cold = ask(server, 1)
     until_written(server, "host_to_storage")

@@ -23,12 +23,12 @@ ASK = {
 
 
 def make_prompt(number: int) -> str:
-    """Ten blocks of 64 tokens and some more, unlike any other number's."""
+    """Ten blocks of 64 tokens and a rest; another number gives other tokens."""
     return f"prompt {number}: " + " ".join(str(number * n) for n in range(200))
 
 
 def ask(server: LiveServer, number: int, **fields: Any) -> tuple[list[int], dict[str, Any]]:
-    """The tokens of an answer, and where its prompt's tokens came from."""
+    """The tokens of an answer, and the sources of its prompt tokens."""
     answer = server.complete(prompt=make_prompt(number), **ASK, **fields).json()
     details = answer["usage"]["prompt_tokens_details"]
     cache = details["cache"]
@@ -38,7 +38,7 @@ def ask(server: LiveServer, number: int, **fields: Any) -> tuple[list[int], dict
 
 
 def until_written(server: LiveServer, link: str) -> dict[str, Any]:
-    """Ask until nothing is being written any more; what /cache says then."""
+    """Wait until nothing is being written; return the state of /cache."""
     while True:
         state: dict[str, Any] = server.get("/cache").json()
         links = state["links"]
@@ -47,7 +47,8 @@ def until_written(server: LiveServer, link: str) -> dict[str, Any]:
 
 
 def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
-    """Lessons 14, 64: the start says what fills the tier, the usage where the hit was."""
+    """Lessons 14, 64: the banner says what fills the tier, and the usage names the source of
+    the hit."""
     server = LiveServer("--swap-space", "0.25", blocks=24).wait_ready()
     first, _ = ask(server, 1)
     again, on_device = ask(server, 1)
@@ -82,8 +83,8 @@ def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
 
 
 def test_a_split_is_seen_by_the_client_and_in_the_ledger():
-    """Load the head, compute the tail: with a deadline that only some of the blocks can meet, by
-    the prices that /cache tells, the answer says how many were chosen and what all would cost."""
+    """Load the head, compute the tail: with a deadline that only some blocks can meet, by the
+    prices in /cache, the answer reports how many were chosen and the cost of all."""
     server = LiveServer("--swap-space", "0.25", blocks=24).wait_ready()
     right, _ = ask(server, 1)
     ask(server, 1)
@@ -110,7 +111,7 @@ def test_a_split_is_seen_by_the_client_and_in_the_ledger():
 
 
 def test_an_idle_server_with_tiers_sleeps(tmp_path):
-    """Lesson 15: no thread of the engine wakes to look whether a copy is done."""
+    """Lesson 15: no thread of the engine wakes to check whether a copy has ended."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
@@ -127,14 +128,15 @@ def test_an_idle_server_with_tiers_sleeps(tmp_path):
 
 
 def wake_ups_in(server: LiveServer, seconds: float) -> int:
-    """How often threads of the engine woke up within a while in which nobody asks anything."""
+    """How often threads of the engine woke up in a time without requests."""
     before = num_wake_ups(server.engine_pid)
     Event().wait(seconds)
     return num_wake_ups(server.engine_pid) - before
 
 
 def num_wake_ups(pid: int) -> int:
-    """Of all threads of a process, so far: each gave way once more than it was woken."""
+    """For all threads of a process, so far: each was woken about as often as it gave up the
+    processor."""
     counts = [
         re.search(r"^voluntary_ctxt_switches:\s+(\d+)", path.read_text(), re.MULTILINE)
         for path in Path(f"/proc/{pid}/task").glob("*/status")
@@ -167,7 +169,7 @@ def test_a_restarted_server_hits_on_its_first_request(tmp_path):
 
 
 def test_tiers_are_forgotten_while_requests_run(tmp_path):
-    """Lesson 59: memory, then storage too; streams that run meanwhile end with their own tokens."""
+    """Lesson 59: memory, then storage too; running streams end with the right tokens."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through", "--load-policy", "wait"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),

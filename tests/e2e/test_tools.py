@@ -47,7 +47,7 @@ def create(client, **fields):
 
 
 def test_a_required_call_is_one_of_the_tools(client):
-    """Whatever the model would say, the answer is calls with arguments of their schema."""
+    """Whatever the model would generate, the answer is calls with arguments of their schema."""
     for seed in range(4):
         answer = create(client, tools=TOOLS, tool_choice="required", seed=seed)
         choice = answer.choices[0]
@@ -76,7 +76,7 @@ def test_a_named_call_is_that_tool_once(client):
 
 
 def test_streamed_calls_are_the_whole_ones(client):
-    """The client's own accumulator puts the same calls together, with usage and logprobs."""
+    """The client's own accumulator gives the same calls, with usage and logprobs."""
     fields = {"tools": TOOLS, "tool_choice": "required", "logprobs": True}
     whole = create(client, **fields).choices[0]
     with client.chat.completions.stream(
@@ -95,7 +95,8 @@ def test_streamed_calls_are_the_whole_ones(client):
 
 
 def test_a_tool_loop_finds_its_history_in_the_cache(client):
-    """Calls and results go back through the template; a call has the tokens it was made of."""
+    """Calls and results pass through the template again; a call has the tokens it was generated
+    with."""
     messages = [{"role": "system", "content": "You are terse. " * 20}, *MESSAGES]
     before = 0
     for turn in range(4):
@@ -103,7 +104,7 @@ def test_a_tool_loop_finds_its_history_in_the_cache(client):
             client, messages=messages, tools=TOOLS, tool_choice="required", seed=turn
         )
         details = answer.usage.prompt_tokens_details
-        # All but the new message, and the part of a block before it.
+        # Everything except the new message and the partial block before it.
         assert details.cached_tokens >= before - 64
         before = answer.usage.prompt_tokens + answer.usage.completion_tokens
         message = answer.choices[0].message
@@ -115,7 +116,7 @@ def test_a_tool_loop_finds_its_history_in_the_cache(client):
 
 
 def test_without_a_choice_the_model_speaks_freely(client):
-    """`auto` and `none` constrain nothing; text that is no call is content."""
+    """`auto` and `none` constrain nothing; text that is not a call is content."""
     for choice in ("auto", "none"):
         message = (
             create(client, tools=TOOLS, tool_choice=choice, max_tokens=20).choices[0].message

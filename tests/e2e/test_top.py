@@ -30,12 +30,13 @@ def run_top(*arguments):
 
 
 TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "150", "LINES": "50"}
-"""Its size too: COLUMNS of a test runner would win over the size of the pseudo-terminal."""
+"""The size is set too, because COLUMNS of a test runner overrides the size of the
+pseudo-terminal."""
 
 
 @contextlib.contextmanager
 def killed_at_the_end(process):
-    """A process that writes to a terminal that is not read any more would never end."""
+    """A process that writes to a terminal that is not read would never end."""
     try:
         yield
     finally:
@@ -43,21 +44,22 @@ def killed_at_the_end(process):
 
 
 def read_until(terminal, wanted, *, shown=""):
-    """What the terminal showed, up to all of `wanted`; pytest's limit ends a wait for ever."""
+    """What the terminal showed until all of `wanted` appeared; pytest's own timeout limits the
+    wait."""
     while not all(word in shown for word in wanted):
         shown += os.read(terminal, 65536).decode(errors="replace")
     return shown
 
 
 def drain(terminal):
-    """Read until the other end is closed, which a terminal tells as an error."""
+    """Read until the other end is closed, which a terminal reports as an error."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 65536):
             pass
 
 
 def test_once_prints_the_numbers_of_cache(server):
-    """One look in plain text, for people and scripts without a terminal."""
+    """The view once in plain text, for people and scripts without a terminal."""
     server.complete(prompt="top shows this " * 40, max_tokens=8)
     state = server.until_idle()
 
@@ -90,7 +92,7 @@ def test_a_server_that_is_not_there_is_a_sentence():
 
 @pytest.mark.parametrize("arguments", [("ftp://x",), ("--interval", "0")])
 def test_what_cannot_be_watched_is_refused(arguments):
-    """A wrong URL or interval says what it may be."""
+    """For a wrong URL or interval, the message names the valid values."""
     result = run_top(*arguments)
 
     assert result.returncode == 1

@@ -1,4 +1,5 @@
-"""Several HTTP workers on one port: each answers for all of them, and none is missed when it dies."""
+"""Several HTTP workers on one port: each answers for all of them, and a dead one is
+replaced."""
 
 import json
 import os
@@ -47,7 +48,7 @@ def write_keys(path, **limits):
 
 
 def metric(server, name):
-    """The value of a series; one answer, whichever worker is asked."""
+    """The value of a series, from any worker."""
     found = set()
     for _ in range(TRIES):
         text = server.get("/metrics", headers=headers(ADMIN)).text
@@ -73,7 +74,8 @@ def test_counts_are_one_answer_and_survive_a_worker(server):
 
 
 def test_history_is_the_same_from_every_worker(server):
-    """The supervisor keeps the points; a client key may read them, no key may not."""
+    """The supervisor keeps the points; a client key may read them, a request without a key may
+    not."""
 
     def history():
         return server.get("/stats/history", headers=headers(KEY)).json()["points"]
@@ -85,7 +87,7 @@ def test_history_is_the_same_from_every_worker(server):
 
 
 def test_the_limit_of_a_key_holds_over_all_workers(server, keys_file):
-    """Two requests in flight, whichever workers have them; the third is refused by each."""
+    """Two requests in flight, on any workers; each worker refuses the third."""
     streams = [server.open_stream(max_tokens=4000, headers=headers(KEY)) for _ in range(2)]
     for stream in streams:
         assert stream.status == 200
@@ -124,7 +126,8 @@ def test_a_request_is_aborted_by_its_name_through_any_worker(server):
 
 
 def test_a_stored_response_is_found_by_every_worker(server):
-    """Also at once, and after the worker that stored it is gone; each tenant finds its own."""
+    """Also at once, and after the worker that stored it is gone; each tenant finds only its
+    own."""
     body = {"input": "hello", "max_output_tokens": 2}
     for _ in range(TRIES):
         made = server.post("/v1/responses", body, headers=headers(KEY)).json()
@@ -141,7 +144,7 @@ def test_a_stored_response_is_found_by_every_worker(server):
 
 
 def test_the_streams_of_other_workers_go_on_when_one_is_killed(server):
-    """What the dead one had is aborted in the engine; nothing stays held."""
+    """The requests of the dead worker are aborted in the engine; nothing stays held."""
     streams = [server.open_stream(max_tokens=300, headers=headers(ADMIN)) for _ in range(6)]
     for stream in streams:
         stream.next()
@@ -162,7 +165,7 @@ def test_the_streams_of_other_workers_go_on_when_one_is_killed(server):
 
 
 def test_a_drain_waits_for_the_streams_of_all_workers(server):
-    """And says how many there were. The last test: it stops the server."""
+    """And reports how many there were. It is the last test, because it stops the server."""
     streams = [server.open_stream(max_tokens=200, headers=headers(ADMIN)) for _ in range(5)]
     for stream in streams:
         stream.next()

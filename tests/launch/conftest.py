@@ -54,7 +54,7 @@ def open_engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Open:
 
 @pytest.fixture(scope="module")
 def stored_by_one(open_engine: Open) -> list[list[int]]:
-    """What one rank says to a prompt whose blocks it then leaves in storage."""
+    """The output of one rank for a prompt whose blocks it leaves in storage."""
     engine = open_engine()
     tokens, _ = say(engine, make_prompts(1, 61, 45))
     engine.core.close()

@@ -1,4 +1,4 @@
-"""What tests of several ranks ask an engine, and how they look at its processes."""
+"""Helpers for tests of several ranks."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ SHAPE = LlamaShape(layers=2, hidden=64, ffn=96, heads=8, kv_heads=2, head_dim=16
 BLOCK = 8
 
 Open = Callable[..., LLM]
-"""Opens an engine with some settings of its own."""
+"""Opens an engine with further settings."""
 
 
 def make_prompts(seed: int, *sizes: int) -> list[list[int]]:
@@ -31,7 +31,7 @@ def make_params(count: int = 12) -> list[SamplingParams]:
 
 
 def say(engine: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, int]]:
-    """What is answered, and from which tiers prompts were found."""
+    """The output, and the tiers in which prompts were found."""
     answers = engine.generate(prompts, make_params())
     found: dict[str, int] = {}
     for answer in answers:

@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 class FakeHub(ThreadingHTTPServer):
-    """One repository in a folder, and which files were asked for."""
+    """One repository in a folder, and the files that were requested."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -133,7 +133,7 @@ Ask = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def ask(hub: FakeHub, tmp_path: Path) -> Ask:
-    """Run Python code, or `headwater` with arguments, with a cache of its own at that hub."""
+    """Run Python code, or `headwater` with arguments, with a separate cache and this hub."""
 
     def run(*arguments: str, code: str | None = None, **more: str) -> Any:
         environ = {
@@ -157,7 +157,7 @@ FIND = (
 
 
 def test_a_name_is_downloaded_once_and_then_found_offline(hub: FakeHub, ask: Ask) -> None:
-    """Safetensors and small text files only; the second time nothing is asked for."""
+    """Safetensors and small text files only; the second time nothing is requested."""
     first = ask(NAME, code=FIND)
     sent = sorted(hub.sent)
     hub.sent.clear()
@@ -172,7 +172,7 @@ def test_a_name_is_downloaded_once_and_then_found_offline(hub: FakeHub, ask: Ask
 
 
 def test_check_reads_headers_and_downloads_no_weights(hub: FakeHub, ask: Ask) -> None:
-    """A model can be looked at before it is downloaded."""
+    """A model can be checked before it is downloaded."""
     done = ask("check", NAME, "--device-gib", "4", "--json")
 
     assert done.returncode == 0, done.stderr
@@ -208,7 +208,7 @@ def test_offline_and_not_cached_says_what_to_do(ask: Ask) -> None:
 
 
 def test_an_unknown_name_is_a_sentence(hub: FakeHub, ask: Ask) -> None:
-    """A model that does not exist and a private one look alike from outside."""
+    """A model that does not exist and a private one look the same from outside."""
     hub.status = 404
     done = ask("check", NAME)
 
@@ -217,7 +217,7 @@ def test_an_unknown_name_is_a_sentence(hub: FakeHub, ask: Ask) -> None:
 
 
 def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What exists here is never looked for elsewhere; paths are no names."""
+    """An existing folder is never looked up elsewhere; paths are not names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
 

@@ -1,4 +1,5 @@
-"""A host tier that outlives its engine: the next engine finds what was whole, and nothing else."""
+"""A host tier that outlives its engine: the next engine finds complete blocks, and nothing
+else."""
 
 import os
 import random
@@ -42,7 +43,7 @@ def make_engine(kept, policy=WritePolicy.AUTO):
 
 
 def make_request(name, number, salt=""):
-    """A prompt of one of a few conversations, all with the same beginning."""
+    """A prompt of one of a few conversations with the same beginning."""
     rng = random.Random(number)
     tokens = SYSTEM + [rng.randrange(1000) for _ in range(4 + number % 17)]
     return Request(
@@ -55,7 +56,7 @@ def make_request(name, number, salt=""):
 
 
 def run_to_end(engine, names, finish=lambda: True):
-    """Turn the loop until these requests have ended, finishing copies where `finish` says so."""
+    """Run the loop until these requests have ended; `finish` decides which copies end."""
     while any(name not in engine.reasons for name in names):
         for job in list(engine.copier.pending):
             if finish():
@@ -65,11 +66,12 @@ def run_to_end(engine, names, finish=lambda: True):
 
 
 TRUTH = [uncached_tokens(make_request("r", number)) for number in range(24)]
-"""Without tiers and without a past."""
+"""The output without tiers and earlier requests."""
 
 
 def play(engine, rng, name):
-    """A few requests side by side; some copies do not end. The tokens are those of the truth."""
+    """A few requests at the same time; some copies do not end. The tokens must be the expected
+    ones."""
     numbers = [rng.randrange(24) for _ in range(4)]
     names = [f"{name}-{place}" for place in range(4)]
     for request, number in zip(names, numbers, strict=True):
@@ -80,7 +82,7 @@ def play(engine, rng, name):
 
 
 def kill(engine, rng):
-    """Copies in flight had written everything, something else, or nothing when it died."""
+    """When it died, copies in flight had written everything, garbage, or nothing."""
     for job in list(engine.copier.pending):
         chance = rng.random()
         if chance < 0.4:
@@ -160,7 +162,7 @@ def test_another_model_adopts_nothing_and_frees_the_memory():
 
 
 def test_a_record_that_does_not_prove_itself_is_left_out():
-    """So are the blocks behind it, and behind a block that was only on the device."""
+    """Neither are the blocks after it, nor blocks after one that was only on the device."""
     scheme = KeyScheme(block_tokens=1)
     root = scheme.root(Namespace())
     tokens = [number.to_bytes(4, "little") for number in range(5)]
@@ -181,7 +183,7 @@ def test_a_record_that_does_not_prove_itself_is_left_out():
 
 
 def test_a_directory_of_another_shape_is_made_empty():
-    """And one that is damaged."""
+    """The same for a damaged one."""
     file = os.memfd_create("slots")
     try:
         shape = DirectoryShape(identity=bytes(32), num_slots=4, block_bytes=64)

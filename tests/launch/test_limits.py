@@ -1,4 +1,4 @@
-"""Limits of a step that the operator did not give: chosen from device and model."""
+"""Default limits of a step, chosen from device and model."""
 
 import pytest
 

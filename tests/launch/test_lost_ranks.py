@@ -1,5 +1,5 @@
-"""Many ranks, and ranks that are lost in every phase of a step. A file of its own, because a process
-has one group of ranks at a time."""
+"""Four ranks, and ranks that are lost in every phase of a step. This is a separate file,
+because a process has one group of ranks at a time."""
 
 import os
 import signal
@@ -47,8 +47,8 @@ def test_four_ranks_share_two_kv_heads_and_a_store(
 def test_a_rank_may_be_lost_in_every_phase_of_a_step(
     phase: str, number: int, open_engine: Open
 ) -> None:
-    """Idle, told of a step, copying, after a step: the engine ends with a sentence or, where the
-    rank hangs, the watchdog says so; no call waits for ever."""
+    """Idle, after receiving a step, copying, after a step: the engine ends with an error or, if
+    the rank hangs, the watchdog reports it; no call waits for ever."""
     engine = open_engine(tensor_parallel_size=2)
     core, (child,) = engine.core, rank_pids(engine)
     runner: Any = core._runner

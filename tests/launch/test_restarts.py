@@ -4,7 +4,7 @@ from headwater.launch.restarts import WINDOW_S, RestartBudget
 
 
 def test_a_budget_counts_within_its_window():
-    """Three in ten minutes; the fourth is refused, and allowed when the first is long ago."""
+    """Three in ten minutes; the fourth is refused, and allowed when the first is old enough."""
     budget = RestartBudget(3)
     assert [budget.take(float(now)) for now in range(4)] == [0, 1, 2, None]
     assert budget.take(WINDOW_S) is None

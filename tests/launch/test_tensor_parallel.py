@@ -1,4 +1,4 @@
-"""An engine of several ranks: its tiers, its storage, and what happens when a rank is lost."""
+"""An engine of several ranks: its tiers, its storage, and lost ranks."""
 
 import os
 import signal
@@ -37,7 +37,8 @@ def two_ranks(open_engine: Open, stored_by_one: list[list[int]]) -> Iterator[LLM
 def test_ranks_read_what_one_rank_stored(
     two_ranks: LLM, stored_by_one: list[list[int]]
 ) -> None:
-    """Blocks in storage are whole, so an engine of any size finds them; and says the same."""
+    """Blocks in storage are complete, so an engine with any number of ranks finds them and
+    gives the same output."""
     tokens, found = say(two_ranks, make_prompts(1, 61, 45))
 
     assert tokens == stored_by_one
@@ -65,7 +66,7 @@ def test_every_tier_gives_back_what_the_ranks_put_there(two_ranks: LLM) -> None:
 def test_sequences_that_do_not_fit_together_are_preempted_and_say_the_same(
     two_ranks: LLM, open_engine: Open
 ) -> None:
-    """One rank with room for all, two ranks without."""
+    """One rank with room for all sequences, two ranks without."""
     prompts = make_prompts(4, *[60] * 6)
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6
     crowded = [answer.tokens for answer in two_ranks.generate(prompts, params)]
@@ -82,8 +83,9 @@ def test_sequences_that_do_not_fit_together_are_preempted_and_say_the_same(
 def test_a_rank_that_hangs_is_found_by_the_watchdog_and_one_that_dies_at_once(
     two_ranks: LLM,
 ) -> None:
-    """Stopped, the step waits until the watchdog says so. Killed, the step ends with a sentence
-    that names the rank. The last test of this module: it uses the ranks up."""
+    """If a rank is stopped, the step waits until the watchdog ends it. If a rank is killed, the
+    step fails with a message that names the rank. It is the last test, because the ranks are
+    lost."""
     core = two_ranks.core
     reasons: list[str] = []
     error: list[str] = []
@@ -114,7 +116,8 @@ def test_a_rank_that_hangs_is_found_by_the_watchdog_and_one_that_dies_at_once(
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_is_one_sentence(folder: Path) -> None:
-    """The model's heads cannot be split by three: every rank finds out, one error says so."""
+    """The model's heads cannot be split by three: every rank detects it, and one error reports
+    it."""
     with pytest.raises(ConfigError, match="3 does not divide the model's 8 attention heads"):
         LLM(str(folder), tensor_parallel_size=3, num_blocks_override=8)
 
@@ -130,7 +133,7 @@ def test_each_rank_has_a_device() -> None:
 
 
 def test_a_link_that_ranks_do_not_have_is_refused() -> None:
-    """With a sentence that names the others."""
+    """With a message that names the supported links."""
     config = EngineConfig(
         tensor_parallel_size=2, peers=PeersConfig(role="prefill", link="mooncake")
     )

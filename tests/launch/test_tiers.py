@@ -1,4 +1,4 @@
-"""What is built below the device: how much of it there can be, and what the start says of it."""
+"""The tiers below the device: their possible size, and their description at start."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def describe(**settings: Any) -> str:
 
 
 def test_no_more_main_memory_than_there_is():
-    """Lesson 61: said at start with both sizes, not found out when the tier has filled; before
-    anything is made whose size goes with it."""
+    """Lesson 61: reported at start with both sizes, before any memory is allocated, and not
+    when the tier has filled."""
     free_gib = free_main_bytes() / (1 << 30)
 
     for size in (free_gib * 1.2, 1e6):
@@ -76,7 +76,7 @@ def test_an_engine_on_several_gpus_has_the_host_tier_of_all_of_them():
     ],
 )
 def test_no_host_tier_is_chosen_where_none_would_help(settings: dict[str, Any]):
-    """On a CPU without storage the KV pool is main memory already."""
+    """On a CPU without storage the KV pool is already main memory."""
     assert not EngineConfig(**settings).may_have_host_tier
 
 
@@ -87,7 +87,7 @@ def test_storage_without_memory_for_a_host_tier_is_refused():
 
 
 def test_the_start_says_that_the_host_tier_was_chosen():
-    """With its size and the flag that changes it; or that there was no memory for one."""
+    """With its size and the flag that changes it; or that there was too little memory."""
     config = EngineConfig(**STORED)
     chosen = describe_tiers(config, LAYOUT, 100_000)
     none = describe_tiers(EngineConfig(device="cuda"), LAYOUT, 0)
@@ -108,7 +108,7 @@ def test_the_start_says_that_the_host_tier_was_chosen():
     ],
 )
 def test_the_start_says_what_fills_the_host_tier(policy: Any, words: str):
-    """Lesson 14: each policy in its own words, and whether preempted sequences are saved."""
+    """Lesson 14: each policy has its own sentence, also about preempted sequences."""
     assert words in describe(write_policy=policy)
     assert "preempted sequences are saved" in describe(write_policy=policy)
     assert "preempted ones are not saved" in describe(save_preempted=False)

@@ -1,4 +1,5 @@
-"""Weights of the session policy in files: shipped, saved, loaded; never reported on their own."""
+"""Weights of the session policy in files: shipped, saved, loaded; never evaluated on their own
+traces."""
 
 import json
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_the_shipped_weights_are_there_and_say_where_they_come_from():
 
 
 def test_a_policy_begins_half_way_to_its_weights_with_fresh_step_sizes():
-    """What was learned elsewhere is where it begins, and it learns as fast as from nothing."""
+    """It starts with what was learned elsewhere, and learns as fast as from nothing."""
     weights = load_weights("shipped")
     assert weights is not None
     fresh = HazardModel(NUM_FEATURES, NUM_UNHINTED, PRIORS)
@@ -59,7 +60,7 @@ def test_a_policy_begins_half_way_to_its_weights_with_fresh_step_sizes():
 
 
 def test_what_was_learned_can_be_begun_with(tmp_path):
-    """Saved to a few digits, with every trace it was learned from; loaded as it was."""
+    """Saved with a few digits and every trace it was learned from; loaded unchanged."""
     requests = make_shape("mixed", 600, 2)
     learned = replay_cache(requests, 300, eviction="session").learned
     assert learned is not None
@@ -76,7 +77,7 @@ def test_what_was_learned_can_be_begun_with(tmp_path):
 
 
 def test_weights_are_not_reported_on_what_they_were_learned_from(tmp_path, capsys):
-    """bench eviction refuses that trace, variants of it included, and takes any other."""
+    """bench eviction refuses that trace and its variants, and accepts any other."""
     own = write_trace(tmp_path / "own.jsonl", 4)
     other = write_trace(tmp_path / "other.jsonl", 5)
     file = tmp_path / "weights.json"
@@ -95,7 +96,7 @@ def test_weights_are_not_reported_on_what_they_were_learned_from(tmp_path, capsy
     "text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "learned_from": []}']
 )
 def test_a_file_that_holds_no_weights_is_a_sentence(tmp_path, text):
-    """So is one that is not there."""
+    """A missing file is also an error message."""
     file = tmp_path / "weights.json"
     file.write_text(text)
     for name in (str(file), str(tmp_path / "absent.json")):

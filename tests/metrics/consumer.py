@@ -1,4 +1,4 @@
-"""A KV-event consumer that knows the format and nothing of Headwater's code."""
+"""A KV event consumer that knows only the format, and no code of Headwater."""
 
 import msgspec
 import zmq
@@ -7,7 +7,7 @@ import zmq
 class Consumer:
     """Follows one instance; `blocks` is what it believes to be cached, by medium.
 
-    `lose` messages are read and not applied, as if they had never come.
+    `lose` messages are read but not applied, as if they had been lost.
     """
 
     def __init__(self, endpoint, replay_endpoint, topic=b""):
@@ -27,7 +27,7 @@ class Consumer:
             self._sub.recv_multipart()
 
     def hear(self):
-        """Apply what has been published; ask for what is missing before it."""
+        """Apply published messages; request missing ones first."""
         while self._sub.poll(20):
             _topic, sequence, payload = self._sub.recv_multipart()
             number = int.from_bytes(sequence, "big")
@@ -38,7 +38,7 @@ class Consumer:
                 self.next = number + 1
 
     def ask(self, start=None):
-        """Replay from `start`; every batch up to now is applied afterwards."""
+        """Request a replay from `start`; afterwards every batch up to now is applied."""
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.connect(self._replay_endpoint)
             start = self.next if start is None else start

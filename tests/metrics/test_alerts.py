@@ -1,4 +1,4 @@
-"""The alert rules in Prometheus' own hands: what each is about, and that it says so."""
+"""The alert rules in Prometheus' own test tool."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ CASES = Path(__file__).with_name("alerts.yml")
     reason="needs promtool (Debian: apt-get install prometheus)",
 )
 def test_alerts_tell_of_trouble_and_leave_the_calm_alone(tmp_path):
-    """A day of a calm instance has none; one on which everything goes wrong has them all."""
+    """A quiet day of an instance raises no alert; an instance with every problem raises all."""
     shutil.copy(RULES, tmp_path / RULES.name)
     shutil.copy(CASES, tmp_path / "cases.yml")
 
@@ -33,7 +33,7 @@ def test_alerts_tell_of_trouble_and_leave_the_calm_alone(tmp_path):
 
 
 def test_no_alert_is_without_a_case():
-    """A rule that is added is added there too."""
+    """Every rule has a case."""
     rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
     (told,) = yaml.safe_load(CASES.read_text())["tests"][1]["promql_expr_test"]
 

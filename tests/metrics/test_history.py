@@ -29,7 +29,7 @@ def make_point(unix_s):
 
 
 def test_history_is_bounded_and_covers_its_span():
-    """However long a server runs, the last ten minutes are there and little more."""
+    """However long a server runs, the last ten minutes are kept and little more."""
     history = RateHistory()
     for number in range(5000):
         history.add(make_point(number * INTERVAL_S))

@@ -1,4 +1,4 @@
-"""KV events over real sockets: whoever follows them knows exactly what is cached."""
+"""KV events over real sockets: a consumer knows exactly what is cached."""
 
 import hashlib
 import itertools
@@ -32,7 +32,7 @@ MEDIA = ("GPU", "CPU", "STORAGE")
 
 
 class Instance:
-    """A cache that publishes; `turn` is what the engine's loop does after each step."""
+    """A cache that publishes; `turn` is what the engine loop does after each step."""
 
     def __init__(self, endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", **settings):
         self.cache = make_cache(
@@ -67,7 +67,7 @@ class Instance:
         }
 
     def live(self, chance, steps):
-        """Some requests, with all that makes blocks come and go in every tier."""
+        """Some requests, so that blocks come and go in every tier."""
         for _ in range(steps):
             path = [chance.randrange(4) for _ in range(chance.randrange(1, 6))]
             salt = chance.choice(["", "", "tenant"])
@@ -77,7 +77,7 @@ class Instance:
             self.turn()
 
     def ask(self, consumer, start=None):
-        """Let `consumer` ask while the loop sleeps, and wakes when it is told to."""
+        """Let `consumer` request a replay while the loop sleeps and wakes when signalled."""
         asking = threading.Thread(target=consumer.ask, args=(start,))
         asking.start()
         while asking.is_alive():
@@ -105,7 +105,7 @@ def consumer(instance):
 
 
 def until_subscribed(instance, consumer):
-    """A subscription takes a moment; what is published meanwhile is not heard."""
+    """A subscription takes a moment; messages published meanwhile are lost."""
     while not consumer._sub.poll(10):
         serve(instance.cache, make_path(9))
         instance.cache.reset()
@@ -145,7 +145,7 @@ def test_messages_are_exactly_in_the_format(instance, consumer):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
-    """Lesson 71: gaps within the buffer, gaps beyond it and resets all end in the exact truth."""
+    """Lesson 71: after gaps within the buffer, gaps beyond it and resets, the view is exact."""
     chance = random.Random(seed)
     for lost in (0, 1, 5, 20):
         consumer.hear()
@@ -167,8 +167,8 @@ def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
 
 
 def test_a_restart_is_a_new_life(instance, consumer):
-    """Lesson 71: a consumer of the life before asks with a number of that life, and is told
-    all there is in this one, not the rest of another's story."""
+    """Lesson 71: a consumer of the earlier engine asks with an old sequence number and gets a
+    snapshot of the new engine."""
     instance.live(random.Random(1), 6)
     consumer.hear()
     address = instance.publisher.endpoint, instance.publisher.replay_endpoint
@@ -184,7 +184,7 @@ def test_a_restart_is_a_new_life(instance, consumer):
 
 
 def test_salted_prompts_are_not_told(instance, consumer):
-    """Lesson 67: a salted prompt's blocks are counted, its tokens are in no message."""
+    """Lesson 67: blocks of a salted prompt are counted, but its tokens are in no message."""
     consumer.hear()
     serve(instance.cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
     instance.turn()
@@ -196,7 +196,7 @@ def test_salted_prompts_are_not_told(instance, consumer):
 
 
 def test_who_cannot_follow_gets_a_snapshot():
-    """The loop never waits: with a thread that is too slow, all is told at once instead."""
+    """The loop never waits: if the thread is too slow, a snapshot replaces the events."""
     instance = Instance(max_queued=0)
     consumer = Consumer(instance.publisher.endpoint, instance.publisher.replay_endpoint)
     for seed in range(3):
@@ -249,7 +249,8 @@ def test_what_waits_for_a_slow_thread_is_bounded():
 
 
 def test_a_long_batch_says_the_same_as_a_short_one():
-    """Events of bounded size, parents in a chain: a reader ends with the same blocks and tokens."""
+    """Events of bounded size, with chained parents: a reader ends with the same blocks and
+    tokens."""
     keys = [BlockKey(hashlib.sha256(bytes([n % 256, n // 256])).digest()) for n in range(1000)]
     tokens = np.arange(1000 * BLOCK, dtype="<i4").tobytes()
     changes: list[CacheEvent] = [
@@ -276,7 +277,7 @@ def test_a_long_batch_says_the_same_as_a_short_one():
 
 
 def test_nonsense_is_ignored(instance, consumer):
-    """A malformed replay request costs its sender the answer, and nobody else anything."""
+    """A malformed replay request gets no answer, and nothing else is affected."""
     context = zmq.Context()
     for frames in ([b""], [b"", b"x"], [b"x", bytes(8)], [b"", bytes(8), b""], [bytes(1000)]):
         with context.socket(zmq.DEALER) as dealer:
@@ -291,6 +292,6 @@ def test_nonsense_is_ignored(instance, consumer):
 
 
 def test_a_taken_port_is_a_sentence(instance):
-    """Lesson 60: said at start, with the address."""
+    """Lesson 60: reported at start, with the address."""
     with pytest.raises(ConfigError, match="cannot bind"):
         Instance(instance.publisher.endpoint)

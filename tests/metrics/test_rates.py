@@ -1,4 +1,4 @@
-"""What happened between two answers of a server."""
+"""Rates between two answers of a server."""
 
 from headwater.metrics.rates import quantiles, rates_between
 
@@ -51,7 +51,7 @@ def test_rates_are_what_came_between_over_the_time_between():
 
 
 def test_counters_of_a_replaced_engine_are_never_negative_rates():
-    """A counter that fell started at 0 again: what it has now came in between."""
+    """A counter that decreased started at 0 again; its value came in between."""
     now = make_answer(
         uptime_s=12.0, output=100, found=0, computed=0, moved=400, counts=[5, 0, 0]
     )
@@ -63,7 +63,7 @@ def test_counters_of_a_replaced_engine_are_never_negative_rates():
 
 
 def test_the_prompts_of_a_prefill_instance_are_those_handed_to_it():
-    """Decode instances hand them over, so its HTTP server counts none."""
+    """Decode instances send them, so its HTTP server counts none."""
 
     def handed(found, computed, uptime_s):
         answer = make_answer(
@@ -86,7 +86,7 @@ def test_the_prompts_of_a_prefill_instance_are_those_handed_to_it():
 
 
 def test_another_server_has_no_rates():
-    """Counters that begin anew are not negative rates."""
+    """Counters that start again do not give negative rates."""
     other = make_answer(
         uptime_s=12.0, output=1, found=0, computed=0, moved=0, counts=[0, 0, 0], started_s=111
     )
@@ -96,7 +96,7 @@ def test_another_server_has_no_rates():
 
 
 def test_quantiles_of_nothing_and_of_what_is_above_every_bound():
-    """None if nothing was observed; the last bound where it was beyond it."""
+    """None if nothing was observed; the last bound for larger values."""
     nothing = {"bounds": [0.1, 1.0], "counts": [0, 0, 0]}
 
     assert quantiles(nothing, nothing) is None

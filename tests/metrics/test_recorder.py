@@ -21,7 +21,7 @@ def make_output(num_tokens, usage=None):
 
 
 def test_a_histogram_counts_each_value_in_its_bucket():
-    """A bound is inside its bucket; what is above all bounds has a bucket of its own."""
+    """A bound is inside its bucket; values above all bounds have their own bucket."""
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
@@ -61,7 +61,7 @@ def test_a_sequence_is_timed_from_arrival_to_end():
 
 
 def test_a_ledger_says_what_was_loaded_and_at_what_price():
-    """Bytes of what came from below the device; the choice that was made, as it was priced."""
+    """Bytes that came from below the device, and the priced decision."""
     load = LoadUsage(
         choice="load_cheaper",
         host_blocks=2,
@@ -95,7 +95,7 @@ def test_a_ledger_says_what_was_loaded_and_at_what_price():
 
 
 def test_a_ledger_of_a_sequence_that_never_ran_says_so():
-    """Aborted while it waited: no source, no wait that ended, no token."""
+    """Aborted while it waited: no source, no completed wait, no token."""
     record = RequestTimer(Recorder(), VirtualClock()).end("abort", place=PLACE)
 
     assert (record.queued_s, record.first_token_s, record.inter_token_s) == (None, None, None)
@@ -103,7 +103,7 @@ def test_a_ledger_of_a_sequence_that_never_ran_says_so():
 
 
 def test_usage_counts_what_sequences_hold_once():
-    """Lesson 62: cached blocks that nobody leases are room, not use; shared ones count once."""
+    """Lesson 62: cached blocks without a lease count as free; shared blocks count once."""
     tier = TierStats(num_blocks=10, free=2, held=3, cached=5, evictable=4)
     stats = EngineStats(tiers={"device": tier})
 

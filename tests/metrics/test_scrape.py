@@ -1,4 +1,4 @@
-"""What Prometheus reads, read as Prometheus reads it; and everything that names a metric."""
+"""The scrape, parsed as Prometheus does; and everything that names a metric."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_counters_never_go_down():
 
 
 def test_without_an_engine_the_scrape_says_so():
-    """A dead engine is a gauge that is 0, not a scrape that fails."""
+    """A dead engine gives a gauge of 0, not a failed scrape."""
     body = render(make_recorder(), None, block_tokens=64)
 
     assert "headwater:engine_up 0.0" in body.decode()
@@ -88,7 +88,7 @@ def test_the_page_is_written_from_the_table():
 
 
 def exposed() -> set[str]:
-    """Every name of a sample, as a query may use it."""
+    """Every sample name, as a query may use it."""
     found = set()
     for metric in (*names.ALL, *router_names.ROUTER_METRICS):
         ends = ("_bucket", "_sum", "_count") if metric.kind is names.Kind.HISTOGRAM else ("",)
@@ -100,7 +100,7 @@ def exposed() -> set[str]:
     "path", ["deploy/grafana/headwater.json", "deploy/prometheus/alerts.yml"]
 )
 def test_dashboard_and_alerts_name_only_metrics_that_exist(path):
-    """A query on a name that nobody exposes shows nothing, for ever."""
+    """A query for a metric that does not exist shows nothing, for ever."""
     named = set(re.findall(r"headwater:[a-z0-9_]+", (ROOT / path).read_text()))
 
     assert named
@@ -108,7 +108,7 @@ def test_dashboard_and_alerts_name_only_metrics_that_exist(path):
 
 
 def test_dashboard_and_alerts_are_whole():
-    """Grafana can import the one, Prometheus load the other."""
+    """Grafana can import the dashboard, and Prometheus can load the rules."""
     board = json.loads((ROOT / "deploy/grafana/headwater.json").read_text())
     rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
 

@@ -1,4 +1,4 @@
-"""Spans only where they are asked for, and a sentence where they cannot be made."""
+"""Spans only if they are configured, and an error message if they cannot be made."""
 
 import sys
 
@@ -14,7 +14,7 @@ def test_without_an_endpoint_there_are_no_spans():
 
 
 def test_an_endpoint_without_the_extra_is_a_sentence(monkeypatch):
-    """Asked for and not installed: said at start, not ignored."""
+    """Configured but not installed: reported at start, not ignored."""
     monkeypatch.setitem(
         sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None
     )

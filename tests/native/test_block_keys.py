@@ -1,4 +1,4 @@
-"""Keys of blocks: the native form and the form in Python give the same bytes."""
+"""Block keys: native code and Python give the same bytes."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ def prepared() -> None:
     seed=st.integers(0, 255),
 )
 def test_native_keys_are_those_of_hashlib(prepared, parent, blocks, tail, stride, seed):
-    """Whatever the length, each key is SHA-256 of the key before and the block's tokens."""
+    """For any length, each key is SHA-256 of the key before and the block's tokens."""
     tokens = bytes((seed + i) % 256 for i in range(blocks * stride + tail % stride))
 
     expected, key = [], parent

@@ -7,14 +7,14 @@ from headwater.errors import StorageError
 from headwater.storage.memory import MemoryStorage
 
 SHARED: dict[str, Any] = {}
-"""Memory that survives the plug-in that opened it, by name: another process's storage."""
+"""Memory that outlives the plug-in that opened it, by name, like storage of another process."""
 
 
 class SharedMemory(MemoryStorage):
     """A store that several plug-ins open under one name."""
 
     hang: Event | None = None
-    """Calls do not return while it is set and not released."""
+    """While it is set and not released, calls do not return."""
 
     broken = False
 
@@ -51,7 +51,7 @@ class SharedMemory(MemoryStorage):
 
 
 def wait_until(is_so, *, timeout_s=20.0):
-    """Wait, a millisecond at a time, for what other threads do."""
+    """Wait, a millisecond at a time, for other threads."""
     for _ in range(int(timeout_s * 1000)):
         if is_so():
             return

@@ -1,4 +1,4 @@
-"""Doubles of the engines that plug-ins are for, where they are not installed."""
+"""Doubles of the engines for which plug-ins are made, if they are not installed."""
 
 from tests.plugins.doubles import dynamo_double, sglang_double, vllm_double
 from tests.plugins.doubles.finder import install_double

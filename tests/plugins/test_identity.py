@@ -1,4 +1,4 @@
-"""Which blocks may be mistaken for which: none."""
+"""Blocks of different deployments are never confused."""
 
 import dataclasses
 
@@ -70,13 +70,13 @@ def test_a_hub_name_needs_a_commit(tmp_path):
 
 
 def test_a_directory_without_safetensors_needs_a_name(tmp_path):
-    """What cannot be hashed has to be named by the operator."""
+    """Weights that cannot be hashed must be named by the operator."""
     with pytest.raises(ConfigError, match="weights"):
         identify_weights(str(tmp_path), None, None)
 
 
 def test_a_path_of_keys_has_the_tokens_of_the_real_blocks():
-    """Retention policies count tokens, so a block of keys is as long as the real one."""
+    """Eviction policies count tokens, so a block of keys is as long as the real one."""
     keys = [BlockKey(bytes([n]) * 32) for n in range(3)]
 
     path = key_path(keys, 16)
@@ -89,7 +89,7 @@ def test_a_path_of_keys_has_the_tokens_of_the_real_blocks():
 
 
 def test_an_untested_version_is_refused_with_what_to_do():
-    """The message names the tested version and the way around."""
+    """The message names the tested version and the override."""
     with pytest.raises(ConfigError, match=r"0\.99\.0 is installed.*allow_untested"):
         require_tested("vllm", installed="0.99.0")
     assert require_tested("vllm", installed="0.99.0", allow_untested=True) == "0.99.0"

@@ -1,4 +1,5 @@
-"""SGLang's HiCache storage, made by its factory and called as its cache controller does."""
+"""SGLang's HiCache storage, created by its factory and called like its cache controller
+does."""
 
 import hashlib
 from threading import Event
@@ -15,7 +16,7 @@ PAGE, LAYERS, HEADS, DIM, TOKENS = 16, 2, 2, 32, 256
 
 
 class Pool:
-    """A host pool in the layout `page_first`: keys and values of a page are a piece each."""
+    """A host pool in the layout `page_first`: keys and values of a page are one piece each."""
 
     page_size, layer_num, head_num, head_dim = PAGE, LAYERS, HEADS, DIM
     layout = "page_first"
@@ -126,7 +127,7 @@ def test_flat_pages_come_back_where_the_zero_copy_interface_is_off(make_backend)
 
 
 def test_a_damaged_page_and_those_after_it_are_not_used(make_backend):
-    """The leading pages are; SGLang computes the rest."""
+    """The leading pages are used; SGLang computes the rest."""
     backend, pool = make_backend()
     pool.kv_buffer.copy_(torch.rand(pool.kv_buffer.shape))
     keys = hashes_of(3)
@@ -139,7 +140,7 @@ def test_a_damaged_page_and_those_after_it_are_not_used(make_backend):
 
 
 def test_storage_that_hangs_is_a_miss_and_leaves_pages_alone(make_backend):
-    """The prefetch thread goes on at the deadline."""
+    """The prefetch thread continues at the deadline."""
     backend, pool = make_backend(lookup_timeout_s=0.05, read_timeout_s=0.05)
     pool.kv_buffer[:, :PAGE] = 1
     keys = hashes_of(1)
@@ -167,7 +168,7 @@ def test_another_rank_or_size_finds_nothing(make_backend, change):
 
 
 def test_another_element_type_or_layout_finds_nothing(make_backend):
-    """Which SGLang's own file backend does not keep apart."""
+    """SGLang's own file backend does not distinguish them."""
     first, _ = make_backend()
     keys = hashes_of(1)
     first.batch_set_v1(keys, tokens_of([0]))

@@ -26,7 +26,7 @@ def store():
 
 
 def test_blocks_arrive_through_staging_memory(store):
-    """Whole blocks are copied; an absent one leaves its buffer alone."""
+    """Whole blocks are copied; an absent block leaves its buffer unchanged."""
     staged = StagedStorage(store, BYTES, slice_blocks=4, num_slices=2)
     keys = [*make_keys(2), *make_keys(1, run="other")]
     into = [memoryview(bytearray(b"\7" * BYTES)) for _ in keys]
@@ -39,7 +39,7 @@ def test_blocks_arrive_through_staging_memory(store):
 
 
 def test_a_read_that_hangs_never_touches_the_buffer_afterwards(store):
-    """The caller gets its timeout; when the call returns at last, its bytes go nowhere."""
+    """The caller gets its timeout; when the call returns later, its bytes are dropped."""
     staged = StagedStorage(store, BYTES, slice_blocks=4, num_slices=1)
     store.hang = Event()
     into = memoryview(bytearray(b"\7" * BYTES))

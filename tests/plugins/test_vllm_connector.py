@@ -1,4 +1,4 @@
-"""The connector: the scheduler's side and a worker's side together, over a real KV cache."""
+"""The connector: scheduler side and worker side together, over a real KV cache."""
 
 import hashlib
 import random
@@ -27,13 +27,13 @@ def make_hashes(count, run="run"):
 
 
 def content(block_hash, layer):
-    """What the model computes for a block: a function of its hash, another for each layer."""
+    """The result of the model for a block: a function of its hash, different for each layer."""
     generator = torch.Generator().manual_seed(int.from_bytes(block_hash[:6], "big") + layer)
     return torch.rand((2, TOKENS, 4), generator=generator)
 
 
 class Engine:
-    """A stand-in for vLLM: its KV cache, its steps, and what it does with a failed load."""
+    """A stand-in for vLLM: its KV cache, its steps, and its reaction to a failed load."""
 
     def __init__(self, *, num_slots=32, eviction="lru", max_waiting=4096, **settings):
         self.layers = {name: torch.zeros((64, 2, TOKENS, 4)) for name in ("l0", "l1")}
@@ -71,7 +71,7 @@ class Engine:
         self.tier.check()
 
     def serve(self, name, hashes):
-        """One request from arrival to end; how many of its blocks were loaded, all correct."""
+        """Serve one request; return how many of its blocks were loaded, all of them correct."""
         found = None
 
         def is_known():
@@ -127,7 +127,7 @@ def make_engine():
 
 @pytest.mark.parametrize("eviction", ["lru", "session"])
 def test_blocks_come_back_from_the_host_tier(make_engine, eviction):
-    """Cold nothing is found, then everything, then the shared part of another prompt."""
+    """At first nothing is found, then everything, then the shared part of another prompt."""
     engine = make_engine(eviction=eviction)
     hashes = make_hashes(8)
 
@@ -137,7 +137,7 @@ def test_blocks_come_back_from_the_host_tier(make_engine, eviction):
 
 
 def test_a_second_instance_finds_the_blocks_of_the_first_in_storage(make_engine):
-    """Also those that the first one's host tier has evicted since."""
+    """Including blocks that the first one's host tier has evicted since."""
     first = make_engine(num_slots=16)
     hashes = make_hashes(12)
     first.serve("cold", hashes)
@@ -163,7 +163,7 @@ def test_a_damaged_block_is_computed_and_what_follows_it_too(make_engine):
 
 
 def test_storage_that_never_answers_costs_a_miss(make_engine):
-    """Lookups and loads end at their deadlines; slots are used again when the calls return."""
+    """Lookups and loads end at their deadlines; slots are reused when the calls return."""
     first = make_engine()
     hashes = make_hashes(6)
     first.serve("cold", hashes)
@@ -185,7 +185,7 @@ def test_storage_that_never_answers_costs_a_miss(make_engine):
 
 
 def test_a_host_tier_full_of_leased_blocks_saves_what_fits(make_engine):
-    """Nothing fails, and nothing is evicted that a request holds."""
+    """Nothing fails, and no block that a request holds is evicted."""
     engine = make_engine(num_slots=4)
 
     assert engine.serve("long", make_hashes(10)) == 0
@@ -207,7 +207,7 @@ def test_any_mix_of_requests_and_faults_gives_right_bytes(make_engine):
 
 
 def test_a_load_counts_when_every_rank_has_reported(make_engine):
-    """The worst rank decides; a rank that is not quiet keeps the slots."""
+    """The slowest rank decides; a rank that is not quiet keeps the slots."""
     first = make_engine()
     hashes = make_hashes(4)
     first.serve("cold", hashes)
@@ -239,7 +239,7 @@ def test_a_load_counts_when_every_rank_has_reported(make_engine):
 
 
 def test_prefixes_that_prompts_share_are_written_before_others(make_engine):
-    """While storage hangs, writes wait; the branch of two prompts is first among them."""
+    """While storage hangs, writes wait; the common prefix of two prompts is first."""
     engine = make_engine(num_slots=64, lookup_timeout_s=0.05)
     engine.serve("first", make_hashes(1, "warm"))
     engine.drain()
@@ -257,7 +257,8 @@ def test_prefixes_that_prompts_share_are_written_before_others(make_engine):
 
 
 def test_waiting_and_dropped_writes_are_metrics(make_engine):
-    """Both are the scheduler's: it holds the queue. What did not fit was dropped and counted."""
+    """The scheduler holds the queue, so it reports both. Blocks that did not fit are dropped
+    and counted."""
     engine = make_engine(num_slots=64, lookup_timeout_s=0.05, max_waiting=2)
     engine.serve("first", make_hashes(1, "warm"))
     engine.drain()

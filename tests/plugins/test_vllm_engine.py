@@ -78,7 +78,7 @@ def run(model, job):
 
 
 def read_round(child):
-    """The next round of a process that runs."""
+    """The next round of a running process."""
     while "tokens" not in (line := child.stdout.readline()):
         assert child.poll() is None
     return json.loads(line)
@@ -92,7 +92,7 @@ def make_prompts(seed=1, count=4, length=300):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """What vLLM generates without the connector."""
+    """The output of vLLM without the connector."""
     [round_] = run(model, {"connector": None, "batches": [make_prompts()]})
     return round_["tokens"]
 
@@ -114,7 +114,7 @@ def test_cold_warm_and_restarted_tokens_are_the_same(model, expected, tmp_path):
 
 
 def test_two_instances_share_a_directory_while_both_run(model, expected, tmp_path):
-    """The second finds what the first has written, and the first goes on."""
+    """The second one finds what the first has written, and the first continues."""
     job = {"connector": file_storage(tmp_path / "kv"), "batches": [make_prompts()]}
     first = start(model, {**job, "drain_s": 20, "hold": True}, stdin=subprocess.PIPE)
     assert first.stdout is not None
@@ -128,7 +128,7 @@ def test_two_instances_share_a_directory_while_both_run(model, expected, tmp_pat
 
 
 def test_after_kill_9_while_storing_the_next_process_is_right(model, expected, tmp_path):
-    """Whatever was half written is not found; what was whole is."""
+    """Half-written blocks are not found; complete ones are."""
     job = {"connector": file_storage(tmp_path / "kv"), "batches": [make_prompts()]}
     child = start(model, {**job, "drain_s": 20})
     read_round(child)
@@ -165,7 +165,7 @@ def test_damaged_slabs_never_change_a_token(model, expected, tmp_path, damage):
 
 
 def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
-    """A file system of 4 MiB: writes are refused, and requests go on."""
+    """A file system of 4 MiB: writes are refused, and requests continue."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
@@ -184,7 +184,7 @@ def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
 
 
 def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
-    """It answers, then stands still with SIGSTOP, then is killed."""
+    """It answers, then stops with SIGSTOP, then is killed."""
     port = 17_379
     server = subprocess.Popen(
         ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path)],

@@ -26,7 +26,8 @@ class Cache:
         self.last = 0
 
     def serve(self, keys):
-        """One request; how many leading chunks it found, or None if it found no room."""
+        """Serve one request; return how many leading chunks it found, or None if there was no
+        room."""
         self.clock.advance(1.0)
         self.last += 1
         context = ReqContext(str(self.last))
@@ -82,7 +83,7 @@ def test_the_end_of_a_prompt_is_evicted_before_its_start():
 
 
 def test_protected_and_pinned_chunks_are_never_evicted():
-    """Eviction is all or nothing, and changes nothing when it cannot be satisfied."""
+    """Eviction is all or nothing, and changes nothing if it cannot be satisfied."""
     cache = Cache(4)
     keys = make_chunks(4)
     cache.serve(keys)
@@ -123,7 +124,7 @@ def test_sessions_that_return_are_kept_and_one_off_prompts_are_not():
 
 
 def test_clearing_forgets_every_chunk_even_pinned_ones():
-    """As vLLM's reset needs it."""
+    """As vLLM's reset requires."""
     cache = Cache(4)
     keys = make_chunks(4)
     cache.serve(keys)

@@ -45,7 +45,7 @@ def make_spec(model, **changes):
 
 
 class TierHarness:
-    """A tier over memory of its own, stepped as vLLM's scheduler would."""
+    """A tier with its own memory, called like vLLM's scheduler does."""
 
     def __init__(self, spec, **settings):
         self.memory = np.zeros((64, BYTES), np.uint8)
@@ -58,7 +58,7 @@ class TierHarness:
         self._last = 0
 
     def run(self, keys, chunks, *, load):
-        """One job to its end; its result."""
+        """Run one job to its end; return its result."""
         self._last += 1
         context = ReqContext(f"job {self._last}")
         job = TransferJob(self._last, keys, np.array(chunks), load, context)
@@ -204,7 +204,7 @@ def test_an_unknown_setting_is_an_error_with_a_suggestion(make_harness):
 
 
 def test_a_flipped_bit_is_a_failed_block_and_a_miss_afterwards(make_harness):
-    """Blocks before it are kept; the request does not ask for the rest again."""
+    """Blocks before it are kept; the request does not look up the rest again."""
     harness = make_harness()
     written, keys = fill(harness, 4), make_offload_keys(4)
     harness.run(keys, range(4), load=False)
@@ -243,7 +243,7 @@ def test_storage_that_never_answers_costs_a_miss_not_a_request(make_harness):
 
 
 def test_a_store_that_hangs_keeps_its_chunks_until_it_returns(make_harness):
-    """vLLM may not reuse memory that a write still reads, so the job is open until then."""
+    """vLLM must not reuse memory that a write still reads, so the job stays open until then."""
     harness = make_harness(write_timeout_s=0.05)
     fill(harness, 4)
     harness.tier.on_schedule_end(STEP)
@@ -277,7 +277,7 @@ def test_broken_storage_fails_stores_and_later_serves_again(make_harness):
 
 
 def test_short_hashes_are_never_stored_or_found(make_harness):
-    """xxhash is not collision resistant: two prompts with one hash can be made on purpose."""
+    """xxhash is not collision resistant: two prompts with the same hash can be constructed."""
     harness = make_harness()
     fill(harness, 1)
     short = [make_offload_key(b"x" * 16, 0)]

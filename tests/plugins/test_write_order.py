@@ -1,4 +1,4 @@
-"""What is written to storage first, and what is dropped."""
+"""The order of writes to storage, and what is dropped."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_what_is_least_likely_to_return_is_dropped_at_the_bound():
 
 
 def test_an_item_that_is_the_least_valuable_is_dropped_itself():
-    """A full queue of better blocks does not change."""
+    """A full queue of better blocks is not changed."""
     order: WriteOrder[str] = WriteOrder(2)
     order.add("returned", count=2, rank=rank(uses=2))
 
@@ -60,7 +60,7 @@ def test_a_prefix_is_shared_once_two_prompts_went_on_differently():
 
 
 def test_a_request_that_branches_now_makes_its_prefix_shared_at_once():
-    """Its own blocks say where it differs from the prompt before."""
+    """Its own blocks show where it differs from the prompt before."""
     uses = PrefixUses()
     uses.record(["a", "b", "c"])
 

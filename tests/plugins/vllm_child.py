@@ -1,8 +1,9 @@
-"""Runs a whole vLLM on CPU, with or without the connector, and says what it generated.
+"""Runs a whole vLLM on CPU, with or without the connector, and prints its output.
 
     python vllm_child.py MODEL '{"connector": {…} or null, "prompts": [[…]], …}'
 
-Prints one JSON object a round of prompts: tokens, cached tokens, seconds to the first token.
+It prints one JSON object per round of prompts: tokens, cached tokens, seconds to the first
+token.
 """
 
 import json
@@ -24,7 +25,7 @@ from vllm import LLM, SamplingParams
 
 
 def say(**fields: Any) -> None:
-    """Tell the test, in one line."""
+    """Print one line for the test."""
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
@@ -90,7 +91,7 @@ def _first_token_s(output: object) -> float | None:
 
 
 def _drain(llm: LLM, limit_s: float) -> None:
-    """Step until what waits for storage is written."""
+    """Step until all waiting writes are stored."""
     engine = llm.llm_engine.engine_core.engine_core
     connector = engine.scheduler.connector
     deadline = time.monotonic() + limit_s

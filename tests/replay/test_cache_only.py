@@ -1,4 +1,4 @@
-"""Cache-only replay: exact for an LRU, whatever the trace; and what the command prints."""
+"""Cache-only replay: exact for an LRU on any trace; and the output of the command."""
 
 import json
 from itertools import islice
@@ -27,7 +27,7 @@ LRU_OF_PUBLIC_TRACES = [
 
 
 def plain_lru_hits(paths, capacity):
-    """Straightforward: a dict in order of use; of one request, the deepest is the oldest."""
+    """A dict in order of use; within one request, the deepest block is the oldest."""
     resident: dict[int, None] = {}
     hits = 0
     for path in paths:
@@ -43,7 +43,7 @@ def plain_lru_hits(paths, capacity):
 @search(examples=150)
 @given(requests=traces(), capacity=st.integers(0, 12))
 def test_lru_hits_are_those_of_a_plain_computation(requests, capacity):
-    """Block for block, also where a request is longer than the cache."""
+    """Block for block, also if a request is longer than the cache."""
     paths = [request.hash_ids for request in requests]
 
     assert replay_cache(requests, capacity).hit_blocks == plain_lru_hits(paths, capacity)
@@ -52,7 +52,7 @@ def test_lru_hits_are_those_of_a_plain_computation(requests, capacity):
 @search(examples=60)
 @given(requests=traces(), capacity=st.integers(0, 12), name=st.sampled_from(sorted(POLICIES)))
 def test_a_cache_holds_no_more_than_its_capacity(requests, capacity, name):
-    """After every request, under every policy, with all books in balance."""
+    """After every request, under every policy, with all invariants checked."""
     replay = CacheOnly(capacity, 12, eviction=name)
     for request in requests:
         replay.serve(request, request.whole_blocks())
@@ -62,7 +62,7 @@ def test_a_cache_holds_no_more_than_its_capacity(requests, capacity, name):
 
 
 def test_tokens_of_a_partial_block_are_counted_as_they_are():
-    """The second request finds both blocks, and all of its 768 tokens."""
+    """The second request finds both blocks and all of its 768 tokens."""
     replayed = replay_cache([make_request([1, 2]), make_request([1, 2])], 10)
 
     assert (replayed.hit_blocks, replayed.hit_tokens) == (2, 768)
@@ -85,7 +85,7 @@ def test_the_command_prints_what_was_found(tmp_path, capsys):
 
 
 def test_an_impossible_capacity_is_refused(tmp_path, capsys):
-    """With a sentence, and so is what only makes sense for the cache alone."""
+    """With an error message, as are flags that apply only to the cache alone."""
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}
     trace.write_text(json.dumps(row) + "\n")
@@ -96,7 +96,7 @@ def test_an_impossible_capacity_is_refused(tmp_path, capsys):
 
 
 def test_variants_keep_requests_whole_and_in_order():
-    """A relative of a trace has requests of that trace, in order of time."""
+    """A variant of a trace has requests of that trace, sorted by time."""
     requests = make_sessions(300)
     known = {tuple(request.hash_ids) for request in requests}
     for name, make in VARIANTS.items():
@@ -134,7 +134,7 @@ def test_lru_on_the_public_traces_is_exact(name, capacity, share):
     ],
 )
 def test_session_closes_its_share_of_the_gap(name, capacity, closed):
-    """Learned online from the past only, from no weights at all."""
+    """Learned online from past requests only, without initial weights."""
     requests = public_trace(name)
     lru = replay_cache(requests, capacity).hit_blocks
     session = replay_cache(requests, capacity, eviction="session").hit_blocks
@@ -147,7 +147,8 @@ def test_session_closes_its_share_of_the_gap(name, capacity, closed):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("capacity", [300, 1_500, 6_000])
 def test_session_is_not_worse_than_lru_on_made_sessions(seed, capacity):
-    """Chats, documents and agents that nobody tuned for: at least LRU less 0.3 points."""
+    """Chats, documents and agents for which nothing was tuned: at least LRU minus 0.3
+    points."""
     requests = make_sessions(2_500, seed=seed)
     lru = replay_cache(requests, capacity).block_hit
     session = replay_cache(requests, capacity, eviction="session").block_hit

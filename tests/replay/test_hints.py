@@ -1,4 +1,4 @@
-"""Replay with hints: what clients would say of their sessions, and what knowing it is worth."""
+"""Replay with hints: what clients would say about their sessions, and its benefit."""
 
 import json
 
@@ -16,7 +16,8 @@ GOES_ON, CLOSED = Hint(), Hint(closed=True)
 
 
 def test_a_perfect_hint_says_whether_the_session_goes_on():
-    """It does when most of its full blocks are asked for again; partial ones never count."""
+    """A session continues if most of its full blocks are used again; partial ones never
+    count."""
     requests = [
         make_request([1, 2, 3]),
         make_request([1, 2, 4, 5]),
@@ -36,7 +37,7 @@ def test_a_perfect_hint_says_whether_the_session_goes_on():
 
 
 def test_what_many_sessions_begin_with_is_nobodys_session():
-    """A shared beginning comes again and again, whatever becomes of one session."""
+    """A shared beginning is used again and again, whatever happens to one session."""
     requests = [make_request([0, 10 + n, 40 + n]) for n in range(20)]
 
     assert hints_of(requests, "perfect") == [
@@ -46,7 +47,7 @@ def test_what_many_sessions_begin_with_is_nobodys_session():
 
 @pytest.mark.parametrize("name", ["arc", "lru", "s3fifo", "session"])
 def test_hints_help_every_policy(name):
-    """On made sessions, where most of what is cached will never be asked for again."""
+    """On synthetic sessions, where most cached blocks are never used again."""
     requests = make_shape("mixed", 1_500, 3)
     plain = replay_cache(requests, 1_000, eviction=name)
     hinted = replay_cache(requests, 1_000, eviction=name, hints="perfect")
@@ -91,7 +92,8 @@ def test_knowing_whether_sessions_return_closes_most_of_the_gap():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capacity", [300, 1_500, 6_000])
 def test_session_is_not_worse_than_lru_on_shapes_nobody_looked_at(shape, capacity):
-    """At least LRU less 0.3 points, from no weights: loops, scans and changed habits too."""
+    """At least LRU minus 0.3 points, without initial weights: also for loops, scans and changed
+    habits."""
     requests = make_shape(shape, 2_500, seed=21)
     lru = replay_cache(requests, capacity).block_hit
     session = replay_cache(requests, capacity, eviction="session").block_hit

@@ -1,4 +1,4 @@
-"""Links: copies share the bandwidth from moment to moment, wait in line, and are counted."""
+"""Links: copies share the bandwidth at every moment, wait in line, and are counted."""
 
 from functools import partial
 
@@ -13,7 +13,8 @@ from tests.search import search
 
 
 def run_link(cost, jobs):
-    """Start each (time, bytes) job in its time; when each arrives, and for how long it moved."""
+    """Start each (time, bytes) job at its time; return when each arrives and how long it
+    moved."""
     link = SharedLink(cost)
     ends: dict[int, tuple[float, float]] = {}
 
@@ -39,8 +40,9 @@ def test_one_copy_takes_latency_and_bytes_over_bandwidth():
 
 
 def test_two_copies_share_the_bandwidth():
-    """By hand: the first has 50 B when the second comes, then each gets 50 B/s. The first is
-    through after another second, at 1.5 s; the second has 50 B then, and ends alone at 2.0 s."""
+    """By hand: the first has 50 B left when the second comes, then each gets 50 B/s. The first
+    ends after another second, at 1.5 s; the second then has 50 B left and ends alone at 2.0
+    s."""
     ends, link = run_link(LinkCost(bytes_s=100), [(0.0, 100), (0.5, 100)])
 
     assert ends == [(1.5, 1.5), (2.0, 1.5)]
@@ -79,7 +81,7 @@ def test_an_idle_link_is_not_busy_and_never_arrives():
     max_jobs=st.sampled_from([None, 1, 2, 3]),
 )
 def test_a_link_carries_everything_and_no_faster_than_it_can(jobs, max_jobs):
-    """Bytes over busy seconds is the bandwidth, whatever the order; nobody is faster alone."""
+    """Bytes over busy seconds is the bandwidth in any order; no copy is faster than alone."""
     ends, link = run_link(LinkCost(bytes_s=10, max_jobs=max_jobs), jobs)
 
     assert link.num_bytes == sum(size for _, size in jobs)
@@ -90,7 +92,7 @@ def test_a_link_carries_everything_and_no_faster_than_it_can(jobs, max_jobs):
 
 
 def test_a_link_that_carries_nothing_is_refused():
-    """No bandwidth, no places: a sentence."""
+    """No bandwidth or no places: an error message."""
     with pytest.raises(ConfigError, match="must be positive"):
         LinkCost(bytes_s=0)
     with pytest.raises(ConfigError, match="carries nothing"):

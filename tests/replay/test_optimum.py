@@ -1,4 +1,4 @@
-"""The offline optimum against an exhaustive search: no choice of what to keep finds more."""
+"""The offline optimum against an exhaustive search: no choice of kept blocks finds more."""
 
 from functools import cache
 from itertools import combinations
@@ -37,7 +37,7 @@ def best_of_all(paths, capacity):
 @search(examples=60)
 @given(requests=traces(max_blocks=5, max_requests=5), capacity=st.integers(0, 4))
 def test_no_choice_of_what_to_keep_finds_more(requests, capacity):
-    """Belady with bypass is the best there is, among all sets that could have been kept."""
+    """Belady with bypass is the best among all possible sets."""
     paths = tuple(tuple(request.hash_ids) for request in requests)
 
     assert sum(optimal_hits(requests, capacity)) == best_of_all(paths, capacity)
@@ -46,7 +46,7 @@ def test_no_choice_of_what_to_keep_finds_more(requests, capacity):
 @search(examples=40)
 @given(requests=traces(), capacity=st.integers(1, 10), name=st.sampled_from(sorted(POLICIES)))
 def test_no_policy_finds_more_than_the_optimum(requests, capacity, name):
-    """A ceiling is a ceiling."""
+    """No policy is above the ceiling."""
     best = sum(optimal_hits(requests, capacity))
 
     assert replay_cache(requests, capacity, eviction=name).hit_blocks <= best
@@ -72,7 +72,7 @@ def test_a_cache_that_never_fills_is_optimal():
     ],
 )
 def test_ceilings_of_the_public_traces(name, capacity, share):
-    """As an independent study found them."""
+    """As found by an independent study."""
     replayed = replay_optimum(public_trace(name), capacity)
 
     assert round(100 * replayed.block_hit, 2) == share

@@ -32,12 +32,12 @@ from tests.replay.traces import gib, make_config, make_request
     ],
 )
 def test_a_queue_that_only_grew_is_an_overload(waiting, expected):
-    """A burst, waves or a level queue are not: the machines catch up with those."""
+    """A burst, waves or a constant queue are not: the machines catch up."""
     assert only_grew(waiting) is expected
 
 
 def test_a_queue_that_grows_until_the_last_arrival_is_an_overload_though_it_is_worked_off():
-    """All requests are served in the end, long after the last one came."""
+    """All requests are served in the end, long after the last arrival."""
     requests = [make_request(range(3 * n, 3 * n + 3), at_s=0.01 * n) for n in range(120)]
 
     report = make_report(Simulator(make_config(), requests).run())
@@ -54,7 +54,7 @@ def test_the_ceiling_counts_whole_leading_blocks_that_came_before():
 
 
 def test_a_link_that_is_busy_after_the_last_token_is_never_busier_than_all_the_time():
-    """Writes to the host go on when the last request has ended."""
+    """Writes to the host continue after the last request has ended."""
     requests = [make_request(range(3 * n, 3 * n + 3), at_s=0.0, output=1) for n in range(2)]
 
     report = make_report(

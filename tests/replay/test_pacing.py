@@ -24,7 +24,7 @@ CLIENTS, REQUESTS, PROMPT, OUTPUT = 64, 192, 1000, 64
 
 
 class ClosedLoop:
-    """Clients that each send a prompt of their own as soon as the one before is answered."""
+    """Clients that each send a new prompt as soon as the previous one is answered."""
 
     def __init__(self, step_tokens, itl=None, kind=SimRunner):
         self.clock = VirtualClock()
@@ -107,7 +107,7 @@ def test_steps_that_the_host_bounds_do_not_get_ever_fewer_prompt_tokens():
 
 
 def test_a_fixed_budget_alone_makes_tokens_late():
-    """What the target is for."""
+    """Shows what the target is for."""
     load = ClosedLoop(8192)
     load.run()
 

@@ -1,4 +1,4 @@
-"""`headwater plan`: sweeps, compares, prices, and says what it does not know."""
+"""`headwater plan`: sweeps, comparisons, prices, and a list of its limits."""
 
 import json
 
@@ -39,7 +39,7 @@ def make_point(price, ttft_p99, *, host=0.0, token_hit=0.0, instances=1, good=No
 
 
 def test_a_grid_tries_every_combination_that_makes_sense():
-    """Storage without a host tier does not; too many are refused."""
+    """Storage without a host tier is left out; too many combinations are refused."""
     grid = Grid(
         device_gib=[gib(64), gib(128)],
         host_gib=[0.0, gib(64)],
@@ -67,7 +67,8 @@ def test_a_grid_tries_every_combination_that_makes_sense():
 
 
 def test_the_edge_is_what_nothing_beats_for_its_price():
-    """By hand: the dear and slow one is off it, and so is the one that costs more for the same."""
+    """By hand: the expensive slow one is not on the front, nor is one that costs more for the
+    same."""
     points = [make_point(*pair) for pair in ((1, 900), (2, 500), (3, 600), (4, 500), (5, 100))]
     _mark_pareto(points)
     assert [point["pareto"] for point in points] == [True, True, False, False, True]
@@ -92,7 +93,7 @@ def test_the_verdict_without_an_slo_is_the_cheapest_that_is_nearly_as_fast_as_th
 
 
 def test_a_deployment_that_refuses_requests_is_not_recommended():
-    """It has the best latencies, because it serves nothing."""
+    """It has the best latencies because it serves nothing."""
     points = [make_point(*pair) | {"name": f"size {pair[0]}"} for pair in ((1, 0), (2, 500))]
     points[0]["refused"] = 40
 
@@ -125,7 +126,8 @@ def test_the_verdict_says_when_nothing_meets_the_slo_and_memory_does_not_help():
 
 
 def test_one_more_tib_is_by_the_memory_of_all_instances():
-    """By hand: 512 GiB more on each of two instances is a TiB, and brought 10 points of hits."""
+    """By hand: 512 GiB more on each of two instances is one TiB, and gained 10 points of
+    hits."""
     points = [
         make_point(1, 900, host=0.0, token_hit=0.2, instances=2),
         make_point(2, 400, host=512.0, token_hit=0.3, instances=2),
@@ -140,7 +142,7 @@ def test_one_more_tib_is_by_the_memory_of_all_instances():
 
 
 def test_prices_are_of_instances_and_of_every_gib():
-    """Tiers of each instance, the storage once; what is not given is the default."""
+    """Tiers of each instance, storage once; missing prices are the defaults."""
     prices = parse_prices(["instance=100,host=1024", "storage=2048", "device=0"])
     config = make_config(num_instances=3, host_gib=gib(1024), storage_gib=gib(2048))
     gibs = gib(1024)

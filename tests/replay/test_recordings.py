@@ -1,4 +1,4 @@
-"""Recordings: what a served engine is asked comes back in a replay, and nothing else does."""
+"""Recordings: requests of a server are repeated in a replay, without their content."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def make_request(name, tokens, *, salt="", max_tokens=8):
 
 
 async def serve_turns(path, num_turns=4):
-    """Two conversations of several turns on a live engine; what each request found."""
+    """Two conversations of several turns on a live engine; returns what each request found."""
     file = RecordFile(path, start_s=SystemClock().now())
     engine = await OwnedEngine().start()
     engine.record(file.begin(BLOCK))
@@ -56,7 +56,7 @@ async def serve_turns(path, num_turns=4):
 
 @pytest.mark.slow
 def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
-    """Request by request: also what was generated here and came back with the next turn."""
+    """Request by request, including generated blocks that returned with the next turn."""
     path = tmp_path / "served.jsonl"
     found, _ = asyncio.run(serve_turns(path))
     # The simulated machine is far slower than the echo: let each turn end before the next.
@@ -65,7 +65,7 @@ def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
 
     assert is_recording(path)
     assert [one.usage.cached_tokens for one in run.instances[0].served if one.usage] == found
-    assert found[-1] > 40  # more than its first prompt: what was generated is found too
+    assert found[-1] > 40  # more than its first prompt: generated blocks are found too
 
 
 @pytest.mark.slow
@@ -101,7 +101,8 @@ def write(path, requests, *, block_tokens=BLOCK):
 
 
 def test_equal_blocks_have_equal_ids_and_tenants_share_none(tmp_path):
-    """A key stands for its block and all before it; another salt is another key (lesson 67)."""
+    """A key stands for its block and everything before it; another salt gives another key
+    (lesson 67)."""
     prompt = list(range(40))
     same, longer, other, tenant = write(
         tmp_path / "r.jsonl",
@@ -123,10 +124,11 @@ def test_equal_blocks_have_equal_ids_and_tenants_share_none(tmp_path):
 
 
 def test_writing_never_waits_and_what_is_too_much_is_counted(tmp_path, caplog):
-    """A thread that does not get on costs requests in the recording, and nothing else."""
+    """If the thread is too slow, requests are missing in the recording; nothing else
+    happens."""
     file = RecordFile(tmp_path / "r.jsonl", start_s=0.0)
     recording = Recording(file.begin(BLOCK))
-    for number in range(_MAX_PENDING + 5):  # nobody takes them before it begins
+    for number in range(_MAX_PENDING + 5):  # they are not taken before the thread starts
         recording.note(make_request(str(number), [1, 2, 3]), [4])
     assert recording.num_dropped == 5
 
@@ -138,8 +140,7 @@ def test_writing_never_waits_and_what_is_too_much_is_counted(tmp_path, caplog):
 
 
 def test_a_recording_overwrites_nothing_and_leaves_nothing_empty(tmp_path):
-    """An existing file is an error before anything starts; an engine that never started leaves
-    no file that would be one."""
+    """An existing file is an error at start; an engine that never started leaves no file."""
     path = tmp_path / "r.jsonl"
     RecordFile(path, start_s=0.0).close()
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""`headwater replay` as a command: JSON, a table, pictures, and sentences for mistakes."""
+"""`headwater replay` as a command: JSON, a table, pictures, and error messages."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def trace(tmp_path):
 
 
 def test_json_has_what_is_promised_and_is_the_same_each_time(trace, capsys):
-    """Keys, percentiles, and equal bytes but for the wall time."""
+    """Keys, percentiles, and equal bytes except for the wall time."""
     results = []
     for _ in range(2):
         flags = ["--host-gib", "2", "--slo", "ttft_p99=2s,itl_p99=1s", "--json"]
@@ -56,7 +56,7 @@ def test_json_has_what_is_promised_and_is_the_same_each_time(trace, capsys):
 
 
 def test_the_table_says_where_tokens_came_from(trace, capsys):
-    """For people, on standard output; nothing on standard error that is no terminal."""
+    """For people, on standard output; standard error is empty without a terminal."""
     assert main(["replay", trace, "--instances", "2", "--slo", "ttft_p50=1us"]) == 0
     printed = capsys.readouterr()
 
@@ -78,7 +78,7 @@ def test_roles_are_told(trace, capsys):
 
 
 def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys):
-    """Both in a folder, one where a file is named; an SVG without the time of day."""
+    """Both in a folder, or one file by name; an SVG without the time of day."""
     pytest.importorskip("matplotlib")
     for folder in ("a", "b"):
         assert main(["replay", trace, "--picture", str(tmp_path / folder)]) == 0
@@ -131,13 +131,13 @@ def test_mistakes_are_sentences(trace, flags, message, capsys):
 
 
 def test_the_command_knows_every_machine_and_every_policy():
-    """What it offers without importing them is what there is."""
+    """The offered values are those of the code, although it is not imported."""
     assert set(PRESET_NAMES) == set(PRESETS)
     assert ROUTERS == POLICIES
 
 
 def test_help_teaches_by_example(capsys):
-    """Commands that can be copied, and where to read on."""
+    """Commands that can be copied, and a link to the documentation."""
     with pytest.raises(SystemExit):
         main(["replay", "--help"])
     printed = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_speed_moves_arrivals_and_nothing_else():
 
 
 def test_scale_keeps_sessions_whole_and_adds_copies_that_share_nothing():
-    """Half: some sessions, with all their requests. Twice: as many again, of other blocks."""
+    """Half: some sessions with all their requests. Twice: as many again, with other blocks."""
     sessions = {
         n: [make_request([n, 100 + n], at_s=float(n + k)) for k in (0, 50)] for n in range(40)
     }
@@ -245,7 +245,7 @@ def test_calibration_takes_the_result_of_a_gpu(tmp_path):
 
 
 def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
-    """Something else's JSON, no JSON, and figures that are none."""
+    """Other JSON, no JSON, and figures that are not numbers."""
     path = tmp_path / "result.json"
     for text, message in (
         ("{}", "has nothing"),

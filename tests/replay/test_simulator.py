@@ -1,4 +1,4 @@
-"""The simulator: the real loop on a virtual clock, the same bytes each time."""
+"""The simulator: the real loop on a virtual clock, with the same bytes each time."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,8 @@ def replay(requests, bounds="", **changes: Any):
 def test_steps_taken_at_once_give_what_steps_one_by_one_give(
     seed, every_s, tiers, cluster, load_policy
 ):
-    """The whole report, bit for bit: idle or overloaded, with copies in flight, preempting."""
+    """The whole report, bit for bit: idle or overloaded, with copies in flight, with
+    preemptions."""
     requests = make_small_trace(60, seed=seed, every_s=every_s)
     settings = {**tiers, **cluster, "load_policy": load_policy}
     fast = replay(requests, "ttft_p99=1s,itl_p90=5ms", **settings)
@@ -56,8 +57,8 @@ def test_steps_taken_at_once_give_what_steps_one_by_one_give(
 
 
 def test_steps_are_taken_at_once_where_nothing_is_decided():
-    """Few turns of the loop for many steps: alone, and with somebody in the queue for whom there
-    is no room."""
+    """Few turns of the loop for many steps: alone, and with a request in the queue for which
+    there is no room."""
     for device_blocks in (40, 24):
         requests = [TraceRequest([n], 500, 600, 0.0, 512) for n in range(2)]
         config = make_config(block_tokens=64, device_gib=gib(4 * device_blocks))
@@ -70,7 +71,7 @@ def test_steps_are_taken_at_once_where_nothing_is_decided():
 
 
 def test_the_same_trace_gives_the_same_bytes():
-    """Also with everything on: nothing depends on memory addresses or the time of day."""
+    """With everything enabled: nothing depends on memory addresses or the time of day."""
     requests = make_small_trace(80)
 
     first, second = (json.dumps(replay(requests, **STORED, num_instances=2)) for _ in range(2))
@@ -78,7 +79,7 @@ def test_the_same_trace_gives_the_same_bytes():
 
 
 def serve_live(requests, *, num_blocks):
-    """What the loop, scheduler and cache find for each request, served by a runner that echoes."""
+    """What the loop, scheduler and cache find for each request, with an echo runner."""
     core = make_echo_core(
         num_blocks=num_blocks, block_tokens=16, max_num_seqs=16, max_model_len=4096
     )
@@ -114,7 +115,7 @@ def test_a_replay_finds_what_a_live_engine_finds():
 
 
 def test_every_token_has_a_source_and_every_miss_a_reason():
-    """Sources add up to the prompts; links carry what was demoted and promoted."""
+    """Sources add up to the prompts; links carry the offloads and loads."""
     report = replay(make_small_trace(120), **STORED)
 
     assert sum(report["tokens_by_source"].values()) == report["prompt_tokens"]
@@ -168,7 +169,7 @@ def test_a_bound_that_is_none_is_explained():
 
 
 def test_what_does_not_fit_is_refused_and_counted():
-    """A prompt longer than the device is not served, and holds up nobody."""
+    """A prompt longer than the device is refused, and delays no other request."""
     requests = [TraceRequest(list(range(200)), 3200, 5, 0.0, 16), *make_small_trace(5)]
     report = replay(requests)
 
@@ -176,12 +177,12 @@ def test_what_does_not_fit_is_refused_and_counted():
 
 
 def test_instances_share_storage_and_nothing_else():
-    """What one instance stored, the other finds; without storage it does not."""
+    """The other instance finds what one stored; without storage it does not."""
     path = list(range(12))
     requests = [TraceRequest(path, 192, 2, at_s, 16) for at_s in (0.0, 60.0)]
     apart = {"num_instances": 2, "router": "round_robin"}
     alone = replay(requests, **apart, **TIERS)
-    # Loading is always worth it where computing is slow.
+    # Loading is always better if computing is slow.
     slow = make_machine()
     stored = replay(requests, **apart, **STORED, machine=slow, load_policy="wait")
 
@@ -190,7 +191,7 @@ def test_instances_share_storage_and_nothing_else():
 
 
 def test_a_busy_router_spreads_requests():
-    """Least loaded: nobody waits while another instance is idle."""
+    """Least loaded: no request waits while another instance is idle."""
     requests = [TraceRequest([n], 16, 40, 0.0, 16) for n in range(8)]
     run = Simulator(make_config(num_instances=4, router="least_load"), requests).run()
 
@@ -198,7 +199,8 @@ def test_a_busy_router_spreads_requests():
 
 
 def test_a_router_that_knows_caches_finds_more():
-    """The real policies: conversations stay where their blocks are, and the load is spread."""
+    """With the real policies: conversations stay where their blocks are, and the load is
+    balanced."""
     requests = make_small_trace(150, every_s=0.1)
     hits = {
         router: replay(requests, num_instances=4, router=router)["token_hit"]
@@ -209,8 +211,8 @@ def test_a_router_that_knows_caches_finds_more():
 
 
 def test_prefill_and_decode_find_what_one_instance_finds():
-    """Lesson 48: the same prompts, handed over by the real protocol; nothing fails, and blocks
-    that the decode instance has already are not sent again."""
+    """Lesson 48: the same prompts through the real protocol; nothing fails, and blocks that the
+    decode instance has are not sent again."""
     requests = [
         replace(request, arrival_s=10.0 * number)
         for number, request in enumerate(make_small_trace(60))
@@ -228,7 +230,8 @@ def test_prefill_and_decode_find_what_one_instance_finds():
 
 
 def test_prompts_computed_elsewhere_do_not_hold_up_decoding():
-    """A long prompt makes others wait for their next token, unless it is computed elsewhere."""
+    """A long prompt delays the next tokens of other requests, unless another instance computes
+    it."""
     decoding = [TraceRequest([n], 16, 200, 0.0, 16) for n in range(4)]
     long = TraceRequest(list(range(100, 180)), 1280, 5, 0.1, 16)
     machine = make_machine(max_batched_tokens=1300)
@@ -242,8 +245,9 @@ def test_prompts_computed_elsewhere_do_not_hold_up_decoding():
 
 
 def test_a_prefill_instance_that_cannot_keep_up_is_helped():
-    """Lessons 49, 56 and 57: prompts come twice as fast as one P computes them; none is refused,
-    computed twice or left waiting, and one and three are about as fast as four alike."""
+    """Lessons 49, 56 and 57: prompts come twice as fast as one P computes them; none is
+    refused, computed twice or left waiting, and 1 P + 3 D is about as fast as four mixed
+    instances."""
     requests = [
         make_request(range(24 * at, 24 * at + 24), at_s=0.16 * at, output=200)
         for at in range(300)
@@ -277,7 +281,7 @@ def test_impossible_deployments_are_refused():
 
 
 def test_gaps_between_tokens_are_each_counted():
-    """As many as there are tokens after the first, whether steps were taken at once or not."""
+    """As many as there are tokens after the first, with and without fast-forward."""
     requests = make_small_trace(30)
     run = Simulator(make_config(), requests).run()
     served = run.instances[0].served

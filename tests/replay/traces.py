@@ -1,4 +1,4 @@
-"""Small traces for replay tests, and where the public ones are, if they are."""
+"""Small traces for replay tests, and the paths of the public ones if they are present."""
 
 import os
 from dataclasses import replace
@@ -49,7 +49,7 @@ def traces(draw, max_blocks=12, max_requests=30):
 
 
 def make_small_trace(num_requests, seed=1, every_s=0.02):
-    """Short conversations in blocks of 16 tokens that take turns: prompts grow and come back."""
+    """Alternating short conversations in blocks of 16 tokens: prompts grow and return."""
     rng = np.random.default_rng(seed)
     next_id, now_s = 4, 0.0
     open_ids: list[list[int]] = [[number % 4] for number in range(12)]
@@ -98,5 +98,5 @@ def make_config(**changes: Any) -> SimConfig:
 
 
 def gib(num_blocks):
-    """The memory of so many blocks of a small machine."""
+    """The memory of this many blocks of a small machine."""
     return num_blocks * 16 * 64 / GIB

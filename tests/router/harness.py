@@ -1,4 +1,5 @@
-"""A router and instances on real sockets, in one event loop: echo engines, real everything else."""
+"""A router and instances on real sockets, in one event loop: echo engines, everything else
+real."""
 
 import asyncio
 import contextlib
@@ -34,7 +35,7 @@ QUICK_LOSS = {"stale_s": 0.4, "forget_s": 0.8}
 
 
 class HangingEngine(EchoEngine):
-    """While it is held it answers nothing at all, as one that hangs in a step."""
+    """While it is held it answers nothing, like an engine that hangs in a step."""
 
     async def control(self, call):
         await self._flowing.wait()
@@ -89,7 +90,7 @@ class Instance:
         self.membership = loop.create_task(self.memberships.run())
 
     async def die(self):
-        """Gone at once, connections and all, as after kill -9."""
+        """End at once with all connections, as after kill -9."""
         self.membership.cancel()
         self.engine.die("killed")
         self.http.force_exit = True
@@ -109,7 +110,7 @@ class Instance:
         self.publisher.close()
 
     async def until_alive(self, count):
-        """Until it has so many sequences on its books."""
+        """Wait until it has this many sequences."""
         async with asyncio.timeout(60):
             while self.service.live.num_sequences != count:  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0.01)
@@ -120,7 +121,7 @@ class Instance:
 
 
 class Harness:
-    """A router, a client of it, and whoever was started."""
+    """A router, its client, and the started instances."""
 
     def __init__(self, tokenizer=None, verify=True, **settings):
         defaults: dict[str, Any] = {"port": 0, "peer_token": TOKEN, "heartbeat_s": 0.05}
@@ -154,14 +155,14 @@ class Harness:
         return {entry["instance_id"]: entry for entry in found}
 
     async def until(self, reached, within_s=60.0):
-        """Ask who is known until `reached(known)`; fails with what is known instead."""
+        """Query the registered instances until `reached(known)`; fails with the last answer."""
         async with asyncio.timeout(within_s):
             while not reached(known := await self.known()):  # noqa: ASYNC110 -- HTTP has none
                 await asyncio.sleep(0.01)
         return known
 
     async def ready(self, *instances):
-        """Until these are registered and their caches exactly known."""
+        """Wait until these are registered and their caches exactly known."""
         await self.until(
             lambda known: all(
                 known.get(entry.name, {}).get("trust") == "exact" for entry in instances
@@ -203,12 +204,12 @@ def events(text):
 
 
 def blocks(known):
-    """All that instances said they have."""
+    """All blocks that instances reported."""
     return sum(entry["known_blocks"] for entry in known.values())
 
 
 def text_of(found):
-    """Of each choice: the text, who speaks, how it ended, and its log-probabilities."""
+    """For each choice: the text, the role, the finish reason, and its log-probabilities."""
     answers: dict[int, list[Any]] = {}
     for event in found:
         for choice in event["choices"]:

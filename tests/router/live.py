@@ -17,7 +17,7 @@ _READY = re.compile(r"is ready at (http://\S+)")
 
 
 class LiveCommand:
-    """`headwater` with these arguments, until it is stopped; its lines are kept."""
+    """`headwater` with these arguments, until it is stopped; its output lines are kept."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -42,7 +42,7 @@ class LiveCommand:
                     self.url = found.group(1)
 
     def until_said(self, text: str, within_s: float = 60.0) -> str:
-        """Wait for a line with `text` in it; the line."""
+        """Wait for a line that contains `text`, and return it."""
         deadline = time.monotonic() + within_s
         while True:
             found = next((line for line in list(self.lines) if text in line), None)
@@ -53,7 +53,7 @@ class LiveCommand:
             self._reader.join(0.02)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Tell it to stop; its exit code."""
+        """Stop it and return its exit code."""
         self.process.send_signal(number)
         code = self.process.wait(timeout=60)
         self._reader.join()
@@ -61,7 +61,7 @@ class LiveCommand:
 
 
 class RouterClient:
-    """Whoever has the `url` of a router can be asked what it knows."""
+    """Queries the state of the router at `url`."""
 
     url: str
 
@@ -70,7 +70,7 @@ class RouterClient:
         return {entry["instance_id"]: entry for entry in found}
 
     def until(self, reached: Any, within_s: float = 30.0) -> dict[str, Any]:
-        """Ask who is known until `reached(known)`."""
+        """Query the registered instances until `reached(known)`."""
         deadline = time.monotonic() + within_s
         while True:
             known = self.instances()
@@ -89,7 +89,7 @@ class LiveRouter(RouterClient, LiveCommand):
         self.port = int(self.url.rpartition(":")[2])
 
     def until_exact(self, *servers: Any) -> dict[str, Any]:
-        """Until the caches of these servers are exactly known."""
+        """Wait until the caches of these servers are exactly known."""
         names = [server.url.removeprefix("http://") for server in servers]
         return self.until(
             lambda known: all(known.get(n, {}).get("trust") == "exact" for n in names)

@@ -1,4 +1,4 @@
-"""A router, a prefill and two decode instances, each a process that can die by itself."""
+"""A router, a prefill and two decode instances, each a separate process that can die."""
 
 import threading
 from typing import Any
@@ -20,7 +20,7 @@ _BUSY = (
 
 
 class Separate:
-    """The cluster; the router can be killed and started again where it was."""
+    """The cluster; the router can be killed and started again at its address."""
 
     def __init__(self) -> None:
         self.router = LiveRouter()
@@ -46,7 +46,7 @@ class Separate:
         return [server for server in self.decodes if server.process.poll() is None]
 
     def name(self, server: LiveServer) -> str:
-        """What the router calls it."""
+        """The router's name for it."""
         return server.url.removeprefix("http://")
 
     def until_known(self) -> dict[str, Any]:
@@ -57,12 +57,12 @@ class Separate:
         self.router.process.wait()
 
     def restart_router(self) -> None:
-        """Another router at the same port, and everybody at it who was at the one before."""
+        """Start another router at the same port; all instances register again."""
         self.router = LiveRouter(port=self.router.port)
         self.until_known()
 
     def home(self, name: str) -> LiveServer:
-        """The decode instance that the router calls `name`."""
+        """The decode instance with the router's name `name`."""
         return next(server for server in self.decodes if self.name(server) == name)
 
     def ask(self, url: str = "", **fields: Any) -> httpx.Response:
@@ -82,7 +82,7 @@ class Separate:
         return Stream(self.router.url, body | fields)
 
     def until_balanced(self, within_s: float = 8 * LEASE_S) -> None:
-        """Until nobody runs, waits, is handed over or holds a block."""
+        """Wait until nothing runs, waits, is handed off or holds a block."""
         end_s = SystemClock().now() + within_s
         for server in self.alive:
             while busy := _busy(server):

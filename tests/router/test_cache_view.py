@@ -1,4 +1,4 @@
-"""What the router believes of one instance."""
+"""The router's view of one instance."""
 
 from headwater.disagg.routing import Trust
 from headwater.metrics.kv_events import (
@@ -29,7 +29,7 @@ def removed(*hashes, medium="GPU"):
 
 
 def test_a_match_is_the_leading_run_in_any_medium():
-    """And ends at the first block that is in none."""
+    """And ends at the first block that is in no medium."""
     view = BlockView("life")
     view.apply(0, batch(stored(1, 2), stored(2, 3, medium="CPU"), stored(5)))
 
@@ -43,7 +43,7 @@ def test_a_match_is_the_leading_run_in_any_medium():
 
 
 def test_nothing_is_believed_before_the_instance_said_it():
-    """Lesson 72: a new view knows nothing, and says so."""
+    """Lesson 72: a new view knows nothing, and its trust shows that."""
     view = BlockView("life")
 
     assert view.trust is Trust.FALLBACK
@@ -53,7 +53,7 @@ def test_nothing_is_believed_before_the_instance_said_it():
 
 
 def test_a_gap_changes_nothing_but_the_trust():
-    """Lesson 71: what came after a gap is not applied until the gap is closed."""
+    """Lesson 71: events after a gap are not applied until the gap is closed."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))
 
@@ -66,7 +66,7 @@ def test_a_gap_changes_nothing_but_the_trust():
 
 
 def test_a_snapshot_closes_any_gap():
-    """Lesson 71: it begins with a clearing, and then says all."""
+    """Lesson 71: it begins with a clear event, followed by everything."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))
     view.apply(50, batch(stored(7)))
@@ -78,7 +78,7 @@ def test_a_snapshot_closes_any_gap():
 
 
 def test_a_number_from_the_beginning_is_another_life():
-    """Lesson 71: what was believed of the last life is in doubt at once."""
+    """Lesson 71: the view of the earlier engine is degraded at once."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))
 

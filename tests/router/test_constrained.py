@@ -71,7 +71,7 @@ def events(
     *,
     after: int = 2,
 ) -> Any:
-    """All events of a stream whose instance is killed after so many of them."""
+    """All events of a stream whose instance is killed after this many of them."""
     found: list[Any] = []
     with httpx.stream("POST", router.url + path, json=body, timeout=60) as response:
         victim = home_of(servers, response)

@@ -1,7 +1,7 @@
-"""A router that dies at each step of a request, and requests that come back to it.
+"""A router that is killed at each step of a request, and requests that are given back to it.
 
-Real processes: a router, a prefill and two decode instances. The steps of a request are made to
-last by stopping whoever it waits for.
+Real processes: a router, a prefill and two decode instances. A step is held by stopping the
+process that the request waits for.
 """
 
 import http.client
@@ -26,10 +26,10 @@ TOKEN = "a-token-for-tests"
 NAME = "x-headwater-instance"
 LONG = "the water of a mountain spring, "
 MOST = 900
-"""Tokens of each of two answers for which one instance has not enough room."""
+"""Tokens of each of two answers that do not fit together on one instance."""
 
 BROKEN = (OSError, http.client.HTTPException)
-"""What a client sees of a router that is no more."""
+"""Errors that a client sees when its router is gone."""
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def cluster():
 
 @pytest.fixture
 def prompt(request) -> str:
-    """Long enough to be handed over, and seen by nobody."""
+    """Long enough to be handed off, and not cached anywhere."""
     return f"{request.node.name}: " + LONG * 12
 
 
 def check(cluster: Separate, prompt: str) -> None:
-    """Nothing is left of what the dead router wanted; another one knows everybody within a few
-    heartbeats, and what it serves is what an instance computes alone."""
+    """Nothing is left of the dead router's requests; another router knows all instances within
+    a few heartbeats, and serves the same tokens as an instance alone."""
     cluster.until_balanced()
     cluster.restart_router()
     routed = cluster.ask(prompt=prompt)
@@ -90,7 +90,7 @@ def test_a_router_killed_before_it_forwards(cluster, prompt):
 
 
 def test_a_router_killed_while_a_prompt_is_handed_over(cluster, prompt):
-    """It waits for D, which waits for P: both learn that nobody wants it any more."""
+    """It waits for D, which waits for P: both are told that the request was aborted."""
     with stopped(cluster.prefill.engine_pid):
         asking = cluster.ask_aside(prompt=prompt)
         handed = 'pd_handoffs_in_flight{side="decode"}'
@@ -114,8 +114,8 @@ def test_a_router_killed_while_a_stream_goes_through_it(cluster, prompt, num_eve
 
 
 def test_a_request_that_is_given_back_goes_on_elsewhere(cluster, prompt):
-    """Lesson 55: preempted, no room for three terms, given back to the router: another instance
-    goes on after its last token, and its client sees one stream."""
+    """Lesson 55: preempted, without room for three terms, and given back to the router: another
+    instance continues after its last token, and the client sees one stream."""
     prompt = prompt[:160]
     home = cluster.home(cluster.ask(prompt=prompt, max_tokens=1).headers[NAME])
     other = next(server for server in cluster.decoding if server is not home)
@@ -130,7 +130,7 @@ def test_a_request_that_is_given_back_goes_on_elsewhere(cluster, prompt):
 
 
 def test_a_router_killed_while_a_stream_is_taken_up_elsewhere(cluster, prompt):
-    """D is gone and another has the stream, of which it has said nothing yet."""
+    """D is gone and another instance has the stream, but has not sent anything yet."""
     stream = cluster.stream(prompt=prompt, max_tokens=700)
     assert stream.next()["choices"]
     busy = [name for name, entry in cluster.router.instances().items() if entry["num_alive"]]
@@ -149,7 +149,7 @@ def test_a_router_killed_while_a_stream_is_taken_up_elsewhere(cluster, prompt):
 
 @pytest.mark.nightly
 def test_a_request_that_is_given_back_goes_on_there_where_there_is_no_other(cluster, prompt):
-    """Lesson 55: after the one that it gave way to, and without an error."""
+    """Lesson 55: after the request that preempted it, without an error."""
     (home,), prompt = cluster.decoding, prompt[:160]
     cluster.ask(prompt=prompt, max_tokens=1)
 
@@ -159,21 +159,21 @@ def test_a_request_that_is_given_back_goes_on_there_where_there_is_no_other(clus
 
 
 def read_to_its_end(stream: Stream) -> None:
-    """What was on its way may still come; then the connection is no more."""
+    """Bytes in transit may still arrive; then the connection ends."""
     with pytest.raises(BROKEN):
         stream.rest()
     stream.close()
 
 
 def outgrow(cluster: Separate, home, prompt: str):
-    """Let two streams outgrow one instance; the events of the later one."""
+    """Let two streams outgrow one instance; return the events of the later one."""
     preempted = count(home.url, "num_preemptions_total")
     first = cluster.stream(prompt=prompt + "a", max_tokens=MOST)
     second = cluster.stream(prompt=prompt + "b", max_tokens=MOST)
     pieces = [second.next()]
     until(lambda: count(home.url, "num_preemptions_total") > preempted)
     with stopped(home.engine_pid):
-        threading.Event().wait(3.5 * LEASE_S)  # time passes, and nobody gets room
+        threading.Event().wait(3.5 * LEASE_S)  # time passes, and no request gets room
     pieces += second.rest()
     assert ids(first.rest())
     for stream in (first, second):
@@ -184,7 +184,7 @@ def outgrow(cluster: Separate, home, prompt: str):
 
 
 def alone(cluster: Separate, prompt: str) -> list[int]:
-    """What the later one of those says when nobody is in its way."""
+    """The output of the later one without the other."""
     cluster.until_balanced()
     answer = cluster.ask(prompt=prompt + "b", max_tokens=MOST)
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]

@@ -1,4 +1,4 @@
-"""Instances that die, hang, drain and return: who of them still gets requests."""
+"""Instances that die, hang, drain and return: which of them get requests."""
 
 import asyncio
 
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_dead_instance_is_not_noticed_by_clients():
-    """Retries go elsewhere; the dead one is soon forgotten, and nothing is believed of it."""
+    """Retries go to other instances; the dead one is soon removed, and its cache is not
+    used."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -34,8 +35,8 @@ def test_a_dead_instance_is_not_noticed_by_clients():
 
 
 def test_an_instance_that_hangs_loses_its_requests():
-    """Lesson 52: one that does not respond blocks nobody. No heartbeat for too long, and what
-    waits there is computed elsewhere, within a bound."""
+    """Lesson 52: an instance that does not respond blocks no request. Without heartbeats for
+    too long, its requests are computed elsewhere, within a bound."""
 
     async def scenario(harness):
         one = harness.add()
@@ -56,8 +57,8 @@ def test_an_instance_that_hangs_loses_its_requests():
 
 
 def test_an_instance_whose_engine_hangs_says_nothing_for_it():
-    """Lesson 52: its HTTP lives on, but that is no sign of life; a stream goes on elsewhere, and
-    it is back when the engine is."""
+    """Lesson 52: its HTTP server still answers, but that does not count; a stream continues
+    elsewhere, and the instance returns with its engine."""
 
     async def scenario(harness):
         one = harness.add(engine=HangingEngine, silent_s=0.3)
@@ -80,7 +81,8 @@ def test_an_instance_whose_engine_hangs_says_nothing_for_it():
 
 
 def test_a_draining_instance_gets_nothing_new():
-    """Lesson 59: it ends what it has; heartbeats do not bring it back; a new life does."""
+    """Lesson 59: it finishes its requests; heartbeats do not make it ready again, but a restart
+    does."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -101,7 +103,7 @@ def test_a_draining_instance_gets_nothing_new():
 
 
 def test_a_router_that_comes_late_hears_who_drains():
-    """Lesson 59: an instance that is stopping registers at it, for what it still has, as such."""
+    """Lesson 59: an instance that is draining registers as such, for its running requests."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -117,7 +119,7 @@ def test_a_router_that_comes_late_hears_who_drains():
 
 
 def test_a_restarted_instance_is_another():
-    """Lesson 71: with a new epoch nothing is left of what was believed."""
+    """Lesson 71: with a new epoch the earlier view is dropped."""
 
     async def scenario(harness):
         one = harness.add()
@@ -177,7 +179,7 @@ def test_instances_that_are_lost_and_return_are_logged(caplog):
 
 
 def test_a_router_that_was_paused_does_not_lose_its_instances(caplog):
-    """It could not hear them: only silence while it ran counts."""
+    """It could not receive heartbeats: only silence while it ran counts."""
     clock = VirtualClock()
     config = RouterConfig(peer_token="t" * 32)
     observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)

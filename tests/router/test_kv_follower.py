@@ -1,4 +1,4 @@
-"""Following an instance's events, against a publisher that knows the format and nothing else."""
+"""Following an instance's events, from a publisher that knows only the format."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def stored(*hashes, medium="GPU"):
 
 
 class Publisher:
-    """Says what it is told to, with whatever number."""
+    """Publishes given events, with any number."""
 
     def __init__(self, context):
         self._pub = context.socket(zmq.PUB)
@@ -48,7 +48,7 @@ class Publisher:
         await self._pub.send_multipart(frames)
 
     async def answer(self, *batches):
-        """Wait to be asked, and answer; the number that was asked for."""
+        """Wait for a replay request and answer it; return the requested number."""
         async with asyncio.timeout(10):
             who, empty, start = await self._router.recv_multipart()
         assert empty == b""
@@ -98,7 +98,7 @@ async def until(reached):
 
 
 async def until_heard(publisher, view):
-    """A subscription takes a moment: say a number that is known until it is heard as such."""
+    """A subscription takes a moment: publish a known number until it is received."""
     async with asyncio.timeout(10):
         while view.trust is Trust.EXACT:
             await publisher.say(0, CLEARED)
@@ -106,7 +106,7 @@ async def until_heard(publisher, view):
 
 
 def test_a_gap_is_asked_for_and_closed():
-    """Lesson 71: what was missed is replayed from the first number missing."""
+    """Lesson 71: missed events are replayed from the first missing number."""
 
     async def scenario():
         async with followed() as (publisher, instance):
@@ -126,7 +126,7 @@ def test_a_gap_is_asked_for_and_closed():
 
 
 def test_a_gap_beyond_the_buffer_is_a_snapshot():
-    """Lesson 71: all that was believed is replaced by all there is, in every medium."""
+    """Lesson 71: the whole view is replaced by the snapshot, in every medium."""
 
     async def scenario():
         async with followed() as (publisher, instance):
@@ -146,7 +146,7 @@ def test_a_gap_beyond_the_buffer_is_a_snapshot():
 
 
 def test_nonsense_puts_the_view_in_doubt_and_nothing_else():
-    """Lesson 18: a bad message is a gap, not the end of the router."""
+    """Lesson 18: a malformed message counts as a gap and does not end the router."""
 
     async def scenario():
         async with followed() as (publisher, instance):
@@ -164,8 +164,8 @@ def test_nonsense_puts_the_view_in_doubt_and_nothing_else():
 
 
 def test_a_quiet_instance_is_asked_now_and_then():
-    """A message that never arrived, with none after it to show the gap, is found all the same;
-    and where nobody answers, what is known is known to be doubtful, until somebody does."""
+    """A lost last message, after which none shows the gap, is still noticed; without an answer
+    the view is degraded until one comes."""
 
     async def scenario():
         async with followed(wait_s=0.1) as (publisher, instance):
@@ -175,7 +175,7 @@ def test_a_quiet_instance_is_asked_now_and_then():
 
             await until(lambda: instance.trust is Trust.DEGRADED)
             assert instance.view.match([5]) == 1
-            while instance.trust is not Trust.EXACT:  # those who asked first have left
+            while instance.trust is not Trust.EXACT:  # the earlier requests have timed out
                 await publisher.answer()
 
     asyncio.run(scenario())

@@ -33,7 +33,7 @@ def name(server):
 
 
 def kill(server):
-    """Both processes of an instance, with no time for a last word."""
+    """Kill both processes of an instance."""
     os.kill(server.engine_pid, signal.SIGKILL)
     server.process.kill()
     server.wait()
@@ -69,7 +69,7 @@ class Load:
             self._stop.wait(0.05)
 
     def until_served(self, instance, within_s=60.0):
-        """Until `instance` has answered a request that was sent from now on."""
+        """Wait until `instance` has answered a request that was sent from now on."""
         self.served.clear()
         deadline = time.monotonic() + within_s
         while instance not in self.served:
@@ -130,7 +130,7 @@ def test_the_openai_client_does_not_notice(cluster):
 
 
 def test_conversations_spread_and_stay(cluster):
-    """Lesson 70 and 72: new ones go to both instances, and come back to their own."""
+    """Lesson 70 and 72: new conversations go to both instances and return to their own."""
     router = cluster[0]
     prompts = [f"conversation number {n}, " * 30 for n in range(6)]
 
@@ -142,8 +142,8 @@ def test_conversations_spread_and_stay(cluster):
 
 
 def test_a_killed_router_comes_back_knowing_everything(cluster):
-    """Lesson 71: instances register again by themselves; what they have is replayed. What they
-    generated for clients of the dead one has ended. This one has the model's tokenizer itself."""
+    """Lesson 71: instances register again by themselves, and their caches are replayed.
+    Requests of clients of the dead router have ended. This router has the model's tokenizer."""
     router = cluster[0]
     stream = Stream(router.url, {"max_tokens": 3000})
     stream.next()
@@ -165,8 +165,8 @@ def test_a_killed_router_comes_back_knowing_everything(cluster):
 
 
 def test_an_instance_killed_while_idle_is_not_noticed(cluster):
-    """The request goes elsewhere; a restart at the same address is another life, and nothing is
-    left of what was believed of the one before (lesson 71)."""
+    """The request goes to another instance. A restart at the same address is another instance,
+    and nothing is kept of the earlier view (lesson 71)."""
     router, *servers = cluster
     home = router.post().headers[NAME]
     victim = next(server for server in servers if name(server) == home)
@@ -185,8 +185,9 @@ def test_an_instance_killed_while_idle_is_not_noticed(cluster):
 
 
 def test_instances_are_upgraded_one_after_the_other_under_load(cluster, second, tmp_path):
-    """A rolling upgrade to other weights: no request fails, new ones move with the instances, and
-    a stream that began on old weights ends on them. The new instances have a second router."""
+    """A rolling upgrade to other weights: no request fails, new ones move with the instances,
+    and a stream that began on old weights ends on them. The new instances use a second
+    router."""
     router, *servers = cluster
     weights = str(make_llama(tmp_path / "step-200", seed=1))
     flags = ["--served-model-name", router.instances()[name(servers[0])]["model"]]
@@ -249,8 +250,8 @@ def test_a_router_can_be_killed_and_clients_go_on_at_the_other(cluster, second):
 
 
 def test_an_instance_killed_while_streaming_is_not_noticed(cluster):
-    """The stream goes on elsewhere within a bound, token by token: both choices of it, sampled,
-    with penalties that depend on all that was said, and log-probabilities."""
+    """The stream continues elsewhere within a bound, token by token: both choices, sampled,
+    with penalties that depend on all earlier output, and log-probabilities."""
     router, *servers = cluster
     fields = {
         "prompt": "a stream that breaks, " * 20,
@@ -285,12 +286,13 @@ def test_an_instance_killed_while_streaming_is_not_noticed(cluster):
         assert offsets == choice["logprobs"]["text_offset"]
         values = [v for part in parts for v in part["logprobs"]["token_logprobs"]]
         assert values == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-3)
-    # Lost, and forgotten some time after: the stream may have taken longer than that.
+    # Lost, and removed some time later: the stream may have taken longer.
     router.until(lambda known: home not in known or known[home]["state"] == "lost")
 
 
 def test_a_stopped_instance_drains(cluster):
-    """Lesson 59: what it has it ends, what is new goes elsewhere; the last one gone is a 503."""
+    """Lesson 59: it finishes its requests, new ones go elsewhere; without any instance there is
+    a 503."""
     router, *servers = cluster
     server = next(server for server in servers if server.process.poll() is None)
     stream = Stream(router.url, {"prompt": "drains", "max_tokens": 300})
@@ -309,7 +311,8 @@ def test_a_stopped_instance_drains(cluster):
 
 
 def test_up_says_what_cannot_be():
-    """A cluster of nothing, or of half a pair, is a sentence."""
+    """A cluster without instances, or with only one role of a pair, is refused with a
+    message."""
     for arguments, sentence in [
         ([], "say how many instances"),
         (["--prefill", "1"], "need --decode instances"),

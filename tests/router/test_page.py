@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def check_the_page_of_a_prefill_instance(browser, server):
-    """It counts the prompt that was handed to it, although no client asked it."""
+    """It counts the prompt that was handed to it, although no client sent it directly."""
     own = Watch(browser).open(server.url)
     own.wait_for("live")
     own.page.wait_for_function(
@@ -26,8 +26,8 @@ def check_the_page_of_a_prefill_instance(browser, server):
 
 
 def test_instances_come_and_go_on_the_page(monkeypatch):
-    """A pair for prefill and decode with rates and a hand-off between them. An instance that
-    stops is gone; one that is killed is shown as lost."""
+    """A prefill and a decode instance with rates and a hand-off between them. An instance that
+    stops disappears; one that is killed is shown as lost."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", "between-us")
     with chromium() as browser:
         router = LiveRouter()

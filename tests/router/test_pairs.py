@@ -1,4 +1,5 @@
-"""Prefill and decode apart, behind the router: real processes, and kill -9 of each kind."""
+"""Prefill and decode on separate instances behind the router: real processes, and kill -9 of
+each kind."""
 
 import os
 import signal
@@ -64,7 +65,8 @@ def text(answer):
 
 
 def test_a_long_prompt_is_prefilled_apart_and_a_short_rest_is_not(pairs):
-    """Conditional disaggregation: P and D both publish the prompt; the next turn is D's alone."""
+    """Conditional disaggregation: P and D both publish the prompt; D serves the next turn
+    alone."""
     prompt = LONG * 20
     first = pairs.ask(prompt)
     known = pairs.known()
@@ -84,14 +86,14 @@ def test_a_long_prompt_is_prefilled_apart_and_a_short_rest_is_not(pairs):
 
 
 def test_prompts_spread_over_decode_instances(pairs):
-    """Lesson 70: a prefix that all share does not send everything to one of them."""
+    """Lesson 70: a common prefix does not send everything to one of them."""
     homes = [pairs.ask(LONG * 12 + f"question {n}: " * 30).headers[NAME] for n in range(8)]
 
     assert len(set(homes)) == 2
 
 
 def test_a_prefill_instance_only_prefills(pairs):
-    """It says so to whoever asks it directly."""
+    """It refuses direct requests of clients with the reason."""
     answer = httpx.post(
         f"{pairs.urls['prefill-1']}/v1/completions", json={"prompt": "x"}, timeout=30
     )
@@ -101,7 +103,7 @@ def test_a_prefill_instance_only_prefills(pairs):
 
 
 def test_a_killed_decode_instance_is_not_noticed(pairs):
-    """Its stream goes on at the other, handed over by the same prefill instance."""
+    """Its stream continues on the other one, handed off by the same prefill instance."""
     prompt = "a stream that is handed over, " * 20
     stream = Stream(pairs.url, {"prompt": prompt, "max_tokens": 300})
     pieces = [stream.next() for _ in range(4)]
@@ -117,7 +119,8 @@ def test_a_killed_decode_instance_is_not_noticed(pairs):
 
 
 def test_a_killed_prefill_instance_is_not_noticed(pairs):
-    """Whoever decodes computes the prompt itself, within a bound; nobody waits for the dead."""
+    """The decode instance computes the prompt itself, within a bound; no request waits for the
+    dead one."""
     pairs.kill("prefill-1")
 
     for number in range(2):

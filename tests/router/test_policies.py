@@ -1,4 +1,4 @@
-"""Routing policies, as pure functions of what is known."""
+"""Routing policies, as pure functions of the candidates."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def choose(policy, prompt_tokens, *candidates):
 
 
 def test_round_robin_takes_turns():
-    """Whatever anybody has."""
+    """Whatever each has cached."""
     policy = make_policy("round_robin")
     candidates = [Candidate(name="a", num_alive=9), Candidate(name="b")]
 
@@ -40,7 +40,7 @@ def test_least_load_counts_requests_first():
 
 
 def test_cache_aware_goes_where_the_least_is_left_to_do():
-    """What is cached counts against what waits there already."""
+    """Cached tokens count against the work that waits there."""
     home = Candidate(name="home", cached_tokens=900)
     busy = Candidate(name="home", cached_tokens=900, outstanding_tokens=5000)
     other = Candidate(name="other")
@@ -50,7 +50,8 @@ def test_cache_aware_goes_where_the_least_is_left_to_do():
 
 
 def test_a_shared_prefix_does_not_draw_everything():
-    """Lesson 70: an instance with much more than its share is not asked, whatever it has."""
+    """Lesson 70: an instance with much more than its share is not chosen, whatever it has
+    cached."""
     home = Candidate(name="home", cached_tokens=999, recent_tokens=4.0 * CAP_SLACK_TOKENS)
     others = [Candidate(name=str(n), recent_tokens=10.0) for n in range(3)]
 
@@ -58,7 +59,8 @@ def test_a_shared_prefix_does_not_draw_everything():
 
 
 def test_a_quiet_cluster_keeps_a_conversation_together():
-    """Lesson 70: one user alone is no overload; the next turn goes where the last one was."""
+    """Lesson 70: one user alone does not overload an instance; the next turn goes to the same
+    one."""
     home = Candidate(name="home", cached_tokens=9_000, recent_tokens=20_000.0)
     others = [Candidate(name=str(n)) for n in range(7)]
 
@@ -83,15 +85,16 @@ def test_a_short_rest_is_prefilled_where_it_is_decoded():
 
 
 def test_a_prefill_instance_that_cannot_keep_up_is_helped():
-    """Lesson 56: what waits there beyond a few seconds' work is computed where it is decoded,
-    unless as much waits there."""
+    """Lesson 56: prompts beyond a few seconds of its work are computed on the decode instance,
+    unless that has as much to do."""
     assert not is_swamped(BACKLOG_TOKENS, 0)
     assert is_swamped(BACKLOG_TOKENS + 1, 0)
     assert not is_swamped(BACKLOG_TOKENS + 1, 1)
 
 
 def test_retries_are_a_share_of_requests():
-    """Lesson 56: a few at once, then one for every five requests, and no more saved up."""
+    """Lesson 56: a few at once, then one for every five requests; unused ones do not
+    accumulate."""
     budget = RetryBudget(0.2)
 
     assert [budget.withdraw() for _ in range(12)] == [True] * 10 + [False] * 2
@@ -104,15 +107,15 @@ def test_retries_are_a_share_of_requests():
 
 
 def test_unknown_policies_are_refused():
-    """With the names there are."""
+    """With the known names."""
     with pytest.raises(ConfigError, match=", ".join(POLICIES)):
         make_policy("random")
 
 
 @pytest.mark.slow
 def test_cache_aware_finds_what_one_pool_would():
-    """Lesson 70: simulated: hits of one shared pool, evenly loaded; affinity alone is not. Two
-    routers side by side find as much, as evenly."""
+    """Lesson 70: simulated: the hits of one shared pool with even load, which affinity alone
+    does not reach. Two routers reach the same."""
     result = measure_router(None, quick=True)
     router = result["router"]
 

@@ -1,4 +1,4 @@
-"""What the router tries again, with whom, and when it stops."""
+"""What the router retries, on which instances, and when it stops."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_retries_have_a_budget():
-    """Lesson 56: refusals are tried elsewhere, and nothing loops for ever."""
+    """Lesson 56: refused requests are tried elsewhere, and nothing is retried for ever."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(3)]
@@ -42,7 +42,7 @@ def test_retries_have_a_budget():
 
 def test_an_outage_is_not_answered_with_more_load():
     """Lesson 56: ten retries at once and one for every five requests, however many instances
-    there are to try; the rest is told at once that nobody can."""
+    exist; all other requests fail at once."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(3)]
@@ -61,7 +61,7 @@ def test_an_outage_is_not_answered_with_more_load():
 
 
 class Refusing:
-    """A decode instance whose first prefill peer is always busy; notes what it was asked."""
+    """A decode instance whose first prefill peer is always busy; records its requests."""
 
     def __init__(self, app, code="busy"):
         self._app = app
@@ -83,8 +83,8 @@ class Refusing:
 
 
 def test_a_prefill_instance_that_refuses_is_passed_over():
-    """Lesson 56: another pair is tried; whoever is the last may be replaced by the decode
-    instance itself; a short rest is never handed over."""
+    """Lesson 56: another pair is tried; instead of the last prefill instance the decode
+    instance may compute the prompt; a short rest is never handed off."""
 
     async def scenario(harness):
         decode = harness.add(role="decode")
@@ -113,7 +113,8 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
 
 
 def test_a_decode_instance_without_room_is_passed_over():
-    """Lesson 56: it is not the prefill instance's fault, which computes it for another."""
+    """Lesson 56: the prefill instance has not failed; it computes the prompt for another decode
+    instance."""
 
     async def scenario(harness):
         decodes = [harness.add(role="decode") for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Which pair a request goes to, as far as the router knows them."""
+"""The choice of a pair of instances for a request."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ LONG = PromptPath(num_tokens=1000)
 
 
 class KnownInstances:
-    """A registry, and the choice over it."""
+    """A registry and a selector over it."""
 
     def __init__(self, **roles: str) -> None:
         self.clock = VirtualClock()
@@ -54,16 +54,16 @@ class KnownInstances:
 
 
 def test_a_long_prompt_gets_a_pair_and_a_short_one_does_not():
-    """Conditional disaggregation, by what the decode instance has not cached."""
+    """Conditional disaggregation, by the tokens that the decode instance has not cached."""
     known = KnownInstances(p="prefill", d="decode")
 
     assert known.pair() == ("d", "p")
     assert known.pair(PromptPath(num_tokens=256)) == ("d", "")
-    assert known.pair(PromptPath()) == ("d", "p")  # a prompt that cannot be read here
+    assert known.pair(PromptPath()) == ("d", "p")  # a prompt that cannot be tokenized here
 
 
 def test_a_swamped_prefill_instance_is_helped_by_who_has_less_to_do():
-    """Lesson 56: it keeps what it has, and gets more when it has caught up."""
+    """Lesson 56: it keeps its work, and gets more when it has caught up."""
     known = KnownInstances(p="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
 
@@ -73,7 +73,7 @@ def test_a_swamped_prefill_instance_is_helped_by_who_has_less_to_do():
 
 
 def test_another_prefill_instance_comes_before_help():
-    """The one with less to do is asked first."""
+    """The one with less to do is chosen first."""
     known = KnownInstances(p="prefill", q="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
 
@@ -81,7 +81,7 @@ def test_another_prefill_instance_comes_before_help():
 
 
 def test_who_is_tried_draining_or_silent_is_passed_over():
-    """Of either role; without anybody who serves there is no route."""
+    """For either role; without an instance that can serve there is no route."""
     known = KnownInstances(p="prefill", q="prefill", d="decode", e="decode")
     known.registry.drain("p")
 
@@ -93,7 +93,7 @@ def test_who_is_tried_draining_or_silent_is_passed_over():
 
 
 def test_the_last_prefill_instance_may_be_replaced():
-    """Lesson 56: where it refuses, nobody else is left to ask."""
+    """Lesson 56: if it refuses, no other one is left."""
     known = KnownInstances(p="prefill", q="prefill", d="decode")
     both = known.chooser.choose(known.paths(LONG), ())
     last = known.chooser.choose(known.paths(LONG), [known.entries["p"]])
@@ -105,7 +105,7 @@ def test_the_last_prefill_instance_may_be_replaced():
 
 
 def test_a_prefill_instance_of_another_group_is_never_asked():
-    """KV of other weights is of no use to the decode instance."""
+    """KV of other weights cannot be used by the decode instance."""
     known = KnownInstances(d="decode")
     other = known.add("q", "prefill", fingerprint="other weights")
 
@@ -116,7 +116,7 @@ def test_a_prefill_instance_of_another_group_is_never_asked():
 
 
 def test_instances_of_another_program_version_are_another_group():
-    """The protocol between two versions may differ, so they hand nothing to each other."""
+    """The protocol of two versions may differ, so they do not hand off to each other."""
     known = KnownInstances(d="decode")
     known.add("q", "prefill", software="9.9.9")
 
@@ -124,7 +124,7 @@ def test_instances_of_another_program_version_are_another_group():
 
 
 def test_each_group_is_matched_with_its_own_hashes():
-    """A prompt has other block hashes in another group; nothing is believed across groups."""
+    """A prompt has other block hashes in another group; views are never used across groups."""
     known = KnownInstances(old="mixed")
     new = known.add("new", "mixed", fingerprint="other weights")
     old = known.entries["old"]
@@ -162,7 +162,7 @@ def test_a_stream_that_has_begun_stays_in_its_group():
 
 
 def test_a_request_goes_to_the_group_that_serves_its_model():
-    """While two names are served; a name that no instance has goes anywhere and gets its 404."""
+    """While two names are served; an unknown name goes to any instance and gets its 404."""
     known = KnownInstances(old="mixed")
     new = known.add("new", "mixed", model="m-2", fingerprint="other weights")
 

@@ -1,4 +1,4 @@
-"""The router over real sockets: who gets a request, and why."""
+"""The router over real sockets: which instance gets a request, and why."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_an_answer_is_the_instances_own():
-    """Text, usage and headers as they came; the instance is named."""
+    """Text, usage and headers are unchanged; the instance is named."""
 
     async def scenario(harness):
         one = harness.add()
@@ -82,7 +82,7 @@ def test_no_model_is_listed_without_an_instance():
 
 @pytest.mark.parametrize("salt", [None, "tenant"])
 def test_a_conversation_stays_where_its_blocks_are(salt):
-    """Lesson 72: known from the instance's own events, salted prompts included."""
+    """Lesson 72: known from the instance's own events, including salted prompts."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(3)]
@@ -150,7 +150,7 @@ def test_a_history_with_tool_calls_and_no_content_is_routed(tokenizer):
 
 
 def test_round_robin_takes_turns():
-    """The policy is the router's to choose."""
+    """The operator chooses the policy."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -165,7 +165,7 @@ def test_round_robin_takes_turns():
 
 
 def test_an_instance_with_another_token_is_refused_with_a_sentence():
-    """A token that does not fit ends the instance's start."""
+    """A wrong token ends the start of the instance."""
 
     async def scenario(harness):
         await harness.ready(harness.add())
@@ -182,7 +182,7 @@ def test_an_instance_with_another_token_is_refused_with_a_sentence():
 
 
 def test_a_wiped_cache_is_noticed():
-    """Lesson 71: a reset reaches the router as any other event."""
+    """Lesson 71: a reset reaches the router like any other event."""
 
     async def scenario(harness):
         one = harness.add()
@@ -199,7 +199,7 @@ def test_a_wiped_cache_is_noticed():
 
 
 def test_a_router_that_comes_late_learns_all():
-    """Lesson 71: beyond the buffer there is a snapshot, so nothing cached is unknown."""
+    """Lesson 71: beyond the buffer there is a snapshot, so every cached block is known."""
 
     async def scenario(harness):
         first = harness.add(buffer_steps=1)
@@ -229,7 +229,7 @@ def test_a_router_that_comes_late_learns_all():
 
 
 def test_without_events_load_decides():
-    """The explicit fallback: nothing is guessed about a cache that says nothing."""
+    """The explicit fallback: nothing is assumed about a cache without events."""
 
     async def scenario(harness):
         one, two = harness.add(events=False), harness.add(events=False)
@@ -246,8 +246,8 @@ def test_without_events_load_decides():
 
 
 def test_strangers_are_bounded():
-    """Lesson 66 and 68: no token no registration; nonsense and too much are 4xx; internal
-    headers of clients are not passed on."""
+    """Lesson 66 and 68: no registration without the token; malformed and too large requests are
+    4xx; internal headers of clients are not forwarded."""
 
     async def scenario(harness):
         one = harness.add()
@@ -288,7 +288,7 @@ def test_strangers_are_bounded():
 
 
 def test_no_more_requests_than_may_be():
-    """Lesson 68: beyond the limit it is a 429, at once."""
+    """Lesson 68: above the limit there is an immediate 429."""
 
     async def scenario(harness):
         one = harness.add()
@@ -307,7 +307,7 @@ def test_no_more_requests_than_may_be():
 
 
 def test_metrics_say_who_was_chosen_and_why():
-    """Counters by instance and trust; gauges of how each stands."""
+    """Counters by instance and trust; gauges of the state of each."""
 
     async def scenario(harness):
         one = harness.add()

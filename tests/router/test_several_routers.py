@@ -1,4 +1,4 @@
-"""Several routers side by side: instances register at all of them."""
+"""Several routers: instances register at all of them."""
 
 import asyncio
 
@@ -40,7 +40,8 @@ def test_an_instance_registers_at_every_router_and_leaves_every_one():
 
 
 def test_a_router_that_refuses_does_not_end_an_instance_that_another_accepts():
-    """One router has another peer token: the instance serves for the other one, and says so."""
+    """One router has another peer token: the instance serves through the other one, and reports
+    it."""
 
     async def scenario(harness):
         other = Harness(peer_token="another-secret")
@@ -62,7 +63,7 @@ def test_a_router_that_refuses_does_not_end_an_instance_that_another_accepts():
 
 
 def test_an_instance_that_every_router_refuses_ends():
-    """A setting of the instance is wrong, so it says which router refused and why."""
+    """A setting of the instance is wrong, so it reports which router refused and why."""
 
     async def scenario(harness):
         other = Harness(peer_token="another-secret")
@@ -79,7 +80,7 @@ def test_an_instance_that_every_router_refuses_ends():
 
 
 def test_a_client_that_retries_elsewhere_does_not_need_a_certain_router():
-    """A router ends; the other one has all instances and all they have cached."""
+    """One router ends; the other one knows all instances and their caches."""
 
     async def scenario(harness):
         other = Harness()
@@ -107,6 +108,6 @@ def test_a_client_that_retries_elsewhere_does_not_need_a_certain_router():
 
 
 def test_a_router_named_twice_is_a_mistake():
-    """Two registrations of one instance at one router would fight."""
+    """Two registrations of one instance at one router would conflict."""
     with pytest.raises(ConfigError, match="twice"):
         ServerConfig(routers=("http://127.0.0.1:1", "http://127.0.0.1:1"))

@@ -1,4 +1,4 @@
-"""What a client has of its answer, wherever a stream is cut and however often it breaks."""
+"""The part of an answer that a client has, wherever and however often a stream breaks."""
 
 import json
 
@@ -31,14 +31,14 @@ def event(text: str) -> bytes:
 
 @st.composite
 def answers(draw):
-    """The tokens of some choices, and the order in which an instance says them."""
+    """The tokens of some choices, and the order in which an instance sends them."""
     tokens = draw(st.lists(st.lists(st.integers(0, 99), min_size=1), min_size=1, max_size=3))
     turns = [index for index, sent in enumerate(tokens) for _ in sent]
     return tokens, draw(st.permutations(turns))
 
 
 def said_by_instance(tokens: list[list[int]], turns: list[int], known: list[int]) -> bytes:
-    """A stream that goes on after the first `known` tokens of each choice."""
+    """A stream that continues after the first `known` tokens of each choice."""
     places, parts = list(known), []
     left = [len(sent) - at for sent, at in zip(tokens, known, strict=True)]
     for index in turns:
@@ -60,7 +60,7 @@ def said_by_instance(tokens: list[list[int]], turns: list[int], known: list[int]
 @search(examples=150)
 @given(answers(), st.lists(st.integers(0, 2000), max_size=5), st.integers(1, 90))
 def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, breaks, size):
-    """Whole events in pieces of any size; each next instance is told what the client has."""
+    """Whole events in pieces of any size; each next instance gets what the client has."""
     tokens, turns = answer
     progress, got, known = StreamProgress(), b"", [0] * len(tokens)
     for cut in [*breaks, None]:
@@ -89,7 +89,7 @@ def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, b
     ("mark", "error"), [(FAILED, InstanceFailed), (RETURNED, InstanceFull)]
 )
 def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, error):
-    """What came with its last word is dropped, and told again by whoever goes on."""
+    """Output in its last piece is dropped and generated again by the next instance."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[1], seed=SEED)) + event("a"))
     last = (
@@ -108,7 +108,7 @@ def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, erro
 
 @pytest.mark.parametrize("index", [-1, 1])
 def test_a_choice_that_there_is_not_is_nonsense(index):
-    """A broken instance is one to leave, not to believe."""
+    """A broken instance is abandoned, not trusted."""
     with pytest.raises(ValueError, match="of choice"):
         StreamProgress().strip(
             mark_line(ContinuationMark(tokens=[1], index=index)) + event("a")
@@ -116,7 +116,7 @@ def test_a_choice_that_there_is_not_is_nonsense(index):
 
 
 def test_what_a_client_told_itself_is_kept():
-    """It may have had the beginning of its answer from elsewhere."""
+    """It may have got the beginning of its answer elsewhere."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c"))
     asked = {"prompt": "x", FIELD: [{"token_ids": [1, 2], "seed": SEED}]}
@@ -151,7 +151,7 @@ def test_tokens_that_show_nothing_are_known_too():
 
 
 def test_an_event_without_its_tokens_cannot_be_gone_on_after():
-    """Then a stream that breaks can only be ended."""
+    """Then a broken stream can only be ended."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c") + event("d"))
 

@@ -1,4 +1,5 @@
-"""Streams through the router: passed on as they come, and taken up by another when one breaks."""
+"""Streams through the router: forwarded as they come, and continued on another instance when
+one breaks."""
 
 import asyncio
 import contextlib
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 async def broken_stream(harness, path, body, *, how, others=1):
-    """A stream whose instance dies in the middle, while there are others; its text."""
+    """The text of a stream whose instance dies in the middle, while there are others."""
     one = harness.add()
     await harness.ready(one)
     async with harness.client.stream("POST", path, json=body) as answer:
@@ -50,8 +51,8 @@ MANY = {"n": 3, "logprobs": 1, "presence_penalty": 0.5, "stop": ["q", "Qm"]}
     ],
 )
 def test_a_stream_that_breaks_goes_on_elsewhere(path, extra, how):
-    """Token by token, as if nothing had happened, however many choices it has and whatever is
-    said with them; marks between us never reach a client."""
+    """Token by token, as if undisturbed, for any number of choices and options; internal marks
+    never reach a client."""
 
     async def scenario(harness):
         body: dict[str, Any] = {"max_tokens": 300, "stream": True, "seed": 5} | extra
@@ -68,8 +69,8 @@ def test_a_stream_that_breaks_goes_on_elsewhere(path, extra, how):
 
 
 def test_many_streams_go_on_at_once():
-    """However many an instance had: each is taken up once, which is no new load, so the budget
-    of retries is not asked; it is for requests that are made again from the start."""
+    """However many streams an instance had: each is continued once. That is no new load, so it
+    does not use the retry budget, which is for requests that start again."""
 
     async def scenario(harness):
         one = harness.add(num_seqs=16)
@@ -106,8 +107,8 @@ def test_many_streams_go_on_at_once():
 
 
 def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
-    """Lesson 53: tokens were streamed and nobody is left to go on; the client is told in the
-    stream, once."""
+    """Lesson 53: tokens were streamed and no instance is left to continue; the client gets one
+    error in the stream."""
 
     async def scenario(harness):
         body = {"prompt": "hello", "max_tokens": 300, "stream": True}
@@ -123,7 +124,7 @@ def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
 
 
 class GivingBack:
-    """An instance that has no room to go on after a few events, `times` in a row."""
+    """An instance that has no room to continue after a few events, `times` in a row."""
 
     def __init__(self, app, times):
         self._app = app
@@ -147,8 +148,8 @@ class GivingBack:
 
 @pytest.mark.parametrize(("times", "num_instances"), [(1, 2), (7, 1)])
 def test_what_is_given_back_goes_on(times, num_instances):
-    """Lesson 55: elsewhere, or there again where there is no other, as often as it got further;
-    the instance has not failed, and gets others meanwhile."""
+    """Lesson 55: on another instance, or on the same one if there is no other, as long as it
+    makes progress; the instance has not failed and gets other requests."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(num_instances)]
@@ -170,7 +171,7 @@ def test_what_is_given_back_goes_on(times, num_instances):
 
 
 def test_events_are_passed_on_as_they_come():
-    """Streaming without buffering: the first event is there while the engine stands still."""
+    """Streaming without buffering: the first event arrives while the engine stands still."""
 
     async def scenario(harness):
         one = harness.add()
@@ -191,7 +192,7 @@ def test_events_are_passed_on_as_they_come():
 
 
 def test_a_client_that_leaves_ends_its_request_at_the_instance():
-    """Lesson 58: nobody generates for nobody."""
+    """Lesson 58: no instance generates for a client that is gone."""
 
     async def scenario(harness):
         one = harness.add()

@@ -18,7 +18,8 @@ KEY = "client-key-0123456789"
 
 
 def test_an_api_key_registers_nothing():
-    """A client's key, or none, neither adds a rogue instance nor drains a real one."""
+    """Neither a client's key nor a request without one adds a rogue instance or drains a real
+    one."""
 
     async def scenario(harness):
         real = harness.add()
@@ -42,14 +43,14 @@ def test_an_api_key_registers_nothing():
 
 
 def test_a_router_without_a_secret_does_not_start():
-    """Lesson 80: on loopback too; --insecure is the explicit exception."""
+    """Lesson 80: also on loopback; --insecure is the explicit exception."""
     with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):
         RouterConfig()
     assert RouterConfig(is_insecure=True).peer_token is None
 
 
 def test_the_secret_does_not_travel():
-    """A sniffed registration shows neither the token nor anything that can be sent again."""
+    """A sniffed registration shows neither the token nor anything that can be replayed."""
 
     async def scenario(harness):
         real = harness.add()
@@ -74,7 +75,7 @@ def test_the_secret_does_not_travel():
 
 @pytest.mark.parametrize("age_s", [-3600.0, 3600.0])
 def test_an_old_signature_is_worthless(age_s):
-    """Signatures expire, so a recorded one is no key."""
+    """Signatures expire, so a recorded one cannot be used."""
 
     async def scenario(harness):
         auth = ClusterAuth(TOKEN, lambda: harness.unix_s() + age_s)
@@ -111,7 +112,7 @@ def test_nonces_are_bounded():
 
 @pytest.mark.parametrize("wrong", ["", "00" * 31, "0" * 63 + "g", "00" * 33, "AB" * 32, 7])
 def test_a_malformed_fingerprint_is_a_400(wrong):
-    """A part of a fingerprint, which could fit several models, is not one."""
+    """A part of a fingerprint, which could match several models, is not a fingerprint."""
 
     async def scenario(harness):
         real = harness.add()
@@ -126,8 +127,8 @@ def test_a_malformed_fingerprint_is_a_400(wrong):
 
 
 def test_a_refusal_does_not_reveal_the_model():
-    """A router with as many groups as it takes refuses another one. The 409 contains no value of
-    the cluster, and fingerprints are compared whole: one other digit is another group."""
+    """A router with the maximum of groups refuses another one. The 409 contains no value of the
+    cluster, and fingerprints are compared completely: one other digit is another group."""
 
     async def scenario(harness):
         real = harness.add()
@@ -177,7 +178,7 @@ def test_the_clients_key_stays_at_the_router():
 
 
 def test_an_instance_believes_the_caller_header_of_its_router_only():
-    """A client cannot make itself another tenant, nor name a prefill instance."""
+    """A client cannot become another tenant or choose a prefill instance."""
 
     async def scenario(harness):
         instance = harness.add(role="decode", peer_address="127.0.0.1:9")
@@ -194,8 +195,9 @@ def test_an_instance_believes_the_caller_header_of_its_router_only():
 
 
 def test_a_wrong_answer_after_registration_stops_nothing():
-    """Lesson 83: a router that was restarted with another token refuses heartbeats. The instance
-    goes on serving, says so in /health, and is back when the router is."""
+    """Lesson 83: a router that was restarted with another token refuses heartbeats. The
+    instance continues to serve, reports it in /health, and is registered again when the router
+    accepts it."""
 
     async def scenario(harness):
         instance = harness.add()
@@ -222,6 +224,6 @@ def test_a_wrong_answer_after_registration_stops_nothing():
 
 
 def test_a_digest_belongs_to_its_body():
-    """The digest that is signed is that of the body."""
+    """The signed digest is that of the body."""
     headers = ClusterAuth(TOKEN, lambda: 1.0).sign("POST", "/instances", {}, b"body")
     assert headers[DIGEST_HEADER] == hashlib.sha256(b"body").hexdigest()

@@ -75,7 +75,7 @@ def run(scenario, **limits):
 
 
 def test_endless_headers_are_cut_off():
-    """150 MB of headers without a key were accepted before; now it is a 431 after the limit."""
+    """150 MB of headers without a key were accepted before; now there is a 431 at the limit."""
 
     async def scenario(live):
         reader, writer = await live.open(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n")
@@ -131,7 +131,7 @@ def test_a_request_that_is_never_finished_is_ended(beginning):
 
 
 def test_half_open_connections_do_not_keep_others_out():
-    """With every connection taken, the one that waits longest gives way to a new client."""
+    """With every connection in use, the one that waits longest is closed for a new client."""
 
     async def scenario(live):
         half = [await live.open(b"GET /health HTTP/1.1\r\nX-a: ") for _ in range(40)]
@@ -182,7 +182,7 @@ def test_requests_sent_ahead_are_bounded():
     run(scenario)
 
 
-class FakeConnection:  # what the guard looks at
+class FakeConnection:  # what the guard checks
     def __init__(self, address):
         self.address = address
         self.is_waiting = False

@@ -1,4 +1,4 @@
-"""API keys: scopes, limits, reload, tenants apart."""
+"""API keys: scopes, limits, reload, separate tenants."""
 
 import asyncio
 import hashlib
@@ -89,7 +89,7 @@ def test_tenants_share_no_prefixes(keys_file):
 
 
 def test_requests_of_other_tenants_are_the_admins_business(keys_file):
-    """/stats shows a client its own requests, and aborting ends its own only."""
+    """/stats shows a client its own requests, and it can abort only its own."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -161,7 +161,7 @@ def test_a_key_over_its_limits_gets_a_429(tmp_path):
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_metrics_name_keys_only_when_asked(keys_file, wanted):
-    """Names of tenants are not for every scraper."""
+    """Names of tenants are not shown to every scraper."""
 
     async def scenario(harness):
         body = {"prompt": "hello", "max_tokens": 2}
@@ -221,7 +221,7 @@ def test_a_file_that_others_can_change_is_refused(tmp_path):
 
 
 def test_one_key_does_not_starve_another():
-    """With a thousand requests of one key waiting, the first of another is next."""
+    """With a thousand waiting requests of one key, the first of another is next."""
 
     async def scenario():
         share, order = FairShare(4), []

@@ -1,4 +1,4 @@
-"""KV events: no prompts unless asked for, and no listeners without the secret."""
+"""KV events: no prompts unless configured, and no consumers without the secret."""
 
 import asyncio
 import struct
@@ -54,7 +54,7 @@ def replayed(endpoint, keys=None, within_ms=1500):
 
 
 def test_a_listener_without_the_secret_gets_nothing():
-    """No replay and no events: not plain, and not with the keys of another token."""
+    """No replay and no events, neither without keys nor with keys of another token."""
     source = publisher(keys=CurveKeys.of_token(TOKEN))
     try:
         assert replayed(source.replay_endpoint) is None
@@ -116,7 +116,7 @@ def test_prompts_or_other_hosts_need_a_secret(settings, monkeypatch):
 
 
 def test_an_insecure_publisher_warns(monkeypatch, caplog):
-    """The log names what listeners learn."""
+    """The log says what consumers learn."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
     config = EngineConfig(kv_events=KvEventsConfig(insecure=True, token_ids=True))
     core = make_echo_core(record_events=True)

@@ -1,4 +1,4 @@
-"""Large bodies are parsed elsewhere: other requests go on meanwhile."""
+"""Large bodies are parsed in another process: other requests continue."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def parse(raw, kind, **settings):
     ids=["token ids", "resumed output", "empty lists"],
 )
 def test_a_body_of_megabytes_does_not_stop_the_event_loop(body, path):
-    """Lesson 81: the loop turns while the body is parsed; the body itself is a 400."""
+    """Lesson 81: the loop continues while the body is parsed; the body itself gets a 400."""
     turns: list[None] = []
 
     async def turn():
@@ -74,7 +74,7 @@ def test_a_body_of_megabytes_does_not_stop_the_event_loop(body, path):
 
 
 def test_a_long_text_is_read_whole():
-    """Commas in a text are no values."""
+    """Commas in a text are not values."""
     body = asyncio.run(parse(TEXT, CompletionRequest))
     assert body.prompt == "a, " * 4_000_000
 
@@ -108,14 +108,14 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_with_a_large_body_is_said(case):
-    """The same sentences as for a small one, and the limits."""
+    """The same messages as for a small body, and the limits."""
     raw, words = WRONG[case]
     with pytest.raises(RequestRefused, match=words):
         asyncio.run(parse(raw, CompletionRequest, max_ids=1_000_000))
 
 
 def test_a_large_body_has_a_limit_of_values():
-    """A million empty objects are not text and not tokens."""
+    """A million empty objects are neither text nor tokens."""
     raw = b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":['
     raw += b"{}," * 300_000 + b"{}]}}"
     with pytest.raises(RequestRefused, match="more than 200000 values"):
@@ -132,14 +132,14 @@ ABOVE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", ABOVE)
 def test_only_prompts_are_long(case):
-    """Fields that are written again as JSON, or read by the event loop, have a limit."""
+    """Fields that are written as JSON again, or read by the event loop, have a limit."""
     raw = json.dumps({"messages": [{"role": "user", "content": LONG}]} | ABOVE[case]).encode()
     with pytest.raises(RequestRefused, match=f"the limit is {MAX_FIELD_BYTES}"):
         asyncio.run(parse(raw, ChatRequest))
 
 
 def test_the_arguments_of_calls_count_as_values():
-    """They are JSON inside a text, and are read when the prompt is made."""
+    """They are JSON inside a text, and are parsed when the prompt is made."""
     arguments = "[" + "[]," * 150_000 + "1]"
     call = {"function": {"name": "f", "arguments": arguments}}
     chat = {"messages": [{"role": "assistant", "tool_calls": [call]}] * 2}
@@ -218,7 +218,7 @@ WORK = {"plain_messages", "chat_request", "chat_text", "encode_chat", "to_gramma
 
 
 def test_many_blocks_of_a_message_are_joined_once():
-    """Adding each to the text before it copies megabytes for every block."""
+    """Appending each block to the text would copy megabytes for every block."""
     blocks = [{"type": "text", "text": "b" * 100}] * 20_000
     result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
     content = [*blocks, result, *blocks[:2]]
@@ -279,7 +279,7 @@ def test_the_start_of_a_conversation_is_named_without_reading_megabytes():
 
 
 def test_a_cancelled_request_leaves_no_half_read_worker():
-    """The next body is not answered with the result of the one before."""
+    """The next body does not get the result of the one before."""
 
     async def scenario():
         parser = BodyParser()
@@ -295,7 +295,7 @@ def test_a_cancelled_request_leaves_no_half_read_worker():
 
 
 def test_the_length_of_finished_choices_is_checked():
-    """`has_ended` does not let more tokens in than `max_tokens`, nor ids of no token."""
+    """`has_ended` allows neither more tokens than `max_tokens` nor invalid ids."""
 
     async def scenario(harness):
         for ids in ([65] * 9, [1 << 30]):
@@ -307,7 +307,7 @@ def test_the_length_of_finished_choices_is_checked():
 
 
 def test_a_stream_is_resumed_without_parsing_its_body_again():
-    """The field is added to the text; a parser takes the last of two."""
+    """The field is appended to the text; a parser takes the last of two equal fields."""
     progress = StreamProgress()
     progress.strip(b': headwater {"tokens":[7],"seed":1}\ndata: {}\n\n')
 
@@ -355,7 +355,7 @@ def test_a_router_hashes_no_prompt_that_is_longer_than_any_context():
 
 
 def test_a_text_that_no_instance_can_take_is_not_tokenized_for_routing():
-    """The router sends it on by load, and the instance refuses it unread."""
+    """The router forwards it by load, and the instance refuses it without parsing."""
 
     async def scenario(harness):
         instance, paths = harness.add(), []

@@ -1,4 +1,4 @@
-"""Paths are forwarded as they came, and web pages of other sites control nothing."""
+"""Paths are forwarded unchanged, and web pages of other sites control nothing."""
 
 import httpx
 import pytest
@@ -94,7 +94,7 @@ def test_a_page_of_another_origin_controls_nothing(path, origin):
 
 @pytest.mark.parametrize("path", CONTROL)
 def test_a_control_body_is_json(path):
-    """A form or plain text, which browsers send without asking, is refused."""
+    """A form or plain text, which browsers send without a preflight, is refused."""
 
     async def scenario(harness):
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):

@@ -1,4 +1,4 @@
-"""Processes end with their parent, and storage that anyone can change is refused."""
+"""Processes end with their parent, and storage that anyone can write is refused."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def is_running(pid):
 
 
 def test_a_child_ends_when_its_parent_is_killed():
-    """SIGKILL leaves the parent no time to stop its children: they notice by themselves."""
+    """SIGKILL leaves the parent no time to stop its children: they notice it themselves."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdout=subprocess.PIPE,
@@ -57,7 +57,7 @@ def test_a_child_ends_when_its_parent_is_killed():
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
 def test_a_storage_directory_that_all_can_write_is_refused(tmp_path, mode):
-    """The message has the command that mends it."""
+    """The message has the command that fixes it."""
     path = tmp_path / "blocks"
     path.mkdir()
     path.chmod(mode)

@@ -151,7 +151,7 @@ def test_other_listeners_answer_nobody_without_the_secret(cluster, listeners):
 
 
 def test_the_abstract_socket_of_the_shm_link_gives_nothing_without_the_secret():
-    """Every user of the machine can reach it: a stranger gets a greeting at most, and no
+    """Every user of the machine can reach it: a stranger gets at most a greeting, and no
     memory."""
     receiver = Links(CONFIG, BlockArray(1, 64), EventLog()).listen("shm")
     with socket.socket(socket.AF_UNIX) as stranger:

@@ -85,7 +85,7 @@ def test_plain_http_and_foreign_cas_fail(folder, tmp_path):
 
 
 def test_an_instance_without_a_certificate_of_the_cluster_is_not_used(folder, tmp_path):
-    """The router verifies whom it sends prompts to: a foreign CA is no instance of ours."""
+    """The router verifies the instances to which it sends prompts: a foreign CA is refused."""
     assert main(["certs", str(tmp_path / "other"), "x"]) == 0
     other = TlsConfig(
         ssl_certfile=str(tmp_path / "other/x.pem"),
@@ -103,7 +103,7 @@ def test_an_instance_without_a_certificate_of_the_cluster_is_not_used(folder, tm
 
 
 def test_a_router_sends_no_prompt_to_a_server_of_another_ca(folder, tmp_path):
-    """Also when its address was registered: the certificate at the address decides."""
+    """Also if its address was registered: the certificate at the address decides."""
     assert main(["certs", str(tmp_path / "other"), "x"]) == 0
     foreign = TlsConfig(
         ssl_certfile=str(tmp_path / "other/x.pem"),
@@ -155,7 +155,7 @@ def test_up_refuses_half_of_the_flags(capsys):
 
 
 def first_bytes(address, context=None):
-    """What a listener sends by itself to a client that says nothing, or that speaks TLS."""
+    """What a listener sends to a client that sends nothing, or that uses TLS."""
     with (
         socket.create_connection(address, timeout=5) as plain,
         contextlib.ExitStack() as opened,

@@ -28,7 +28,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class Harness:
-    """A client, the application it asks, and the engine behind it."""
+    """A client, its application, and the engine behind it."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Harness:
         )
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Turn the event loop until something is so; pytest's limit ends a wait for ever."""
+        """Wait until the server has this many sequences."""
         while not reached():  # noqa: ASYNC110 -- what is waited for has no event of its own
             await asyncio.sleep(0)
 

@@ -35,7 +35,7 @@ def test_health_is_cheap_and_the_deep_check_is_separate():
 
 
 def test_health_answers_while_the_engine_is_busy():
-    """Lesson 69: an engine in a long step is alive, and /health says so without asking it."""
+    """Lesson 69: an engine in a long step is alive, and /health answers without asking it."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -49,7 +49,7 @@ def test_health_answers_while_the_engine_is_busy():
 
 
 def test_models_says_what_is_served_and_how_long_it_may_be():
-    """The name that clients use, and `max_model_len`."""
+    """The name for clients, and `max_model_len`."""
 
     async def scenario(harness):
         card = (await harness.client.get("/v1/models")).json()["data"][0]
@@ -62,7 +62,7 @@ def test_models_says_what_is_served_and_how_long_it_may_be():
 
 
 def test_metrics_are_counters_that_only_go_up():
-    """Lesson 62: tokens asked, found and computed; the ratio is the reader's."""
+    """Lesson 62: tokens looked up, found and computed; the reader computes ratios."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -114,7 +114,7 @@ def test_every_metric_is_exposed_once_under_its_name():
 
 
 def test_cache_shows_tiers_ledger_and_the_shortest_prefix_that_can_hit():
-    """Lesson 65: zero hits never go unexplained."""
+    """Lesson 65: zero hits always have an explanation."""
 
     async def scenario(harness):
         await harness.complete(prompt="short")
@@ -147,7 +147,7 @@ def test_reset_forgets_what_was_cached(path):
 
 
 def test_a_reset_names_tiers_or_is_refused():
-    """Lesson 59: what cannot be forgotten is refused, with the reason."""
+    """Lesson 59: a reset that is not possible is refused with the reason."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -168,7 +168,7 @@ def test_a_reset_names_tiers_or_is_refused():
 
 
 def test_control_endpoints_refuse_unknown_fields_and_list_the_valid_ones():
-    """A misspelt `tiers` resets nothing, where it once reset every tier in memory."""
+    """A misspelt `tiers` resets nothing; before, it reset every tier in memory."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -191,7 +191,7 @@ def test_control_endpoints_refuse_unknown_fields_and_list_the_valid_ones():
 
 
 def test_reset_works_under_load():
-    """Lesson 59: running requests keep their blocks and end with the tokens they would have."""
+    """Lesson 59: running requests keep their blocks and end with the right tokens."""
 
     async def scenario(harness):
         fields = {"prompt": "x" * 60, "max_tokens": 60, "return_token_ids": True, "seed": 1}
@@ -208,7 +208,7 @@ def test_reset_works_under_load():
 
 
 def test_pause_holds_new_requests_until_resume():
-    """Lesson 58: paused is not stopped: requests wait, and are served after resume."""
+    """Lesson 58: during a pause requests wait, and are served after resume."""
 
     async def scenario(harness):
         await harness.post("/v1/pause")
@@ -223,7 +223,7 @@ def test_pause_holds_new_requests_until_resume():
 
 
 def test_abort_all_ends_everything():
-    """Every request of every client ends; asking for nothing is a 400."""
+    """Every request of every client ends; an empty selection is a 400."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -260,7 +260,7 @@ def test_tokenize_and_detokenize_undo_each_other():
 
 
 def test_server_info_hides_the_key():
-    """How it was started, so that a bench can record it; never a secret."""
+    """The settings, so that a benchmark can record them; never a secret."""
 
     async def scenario(harness):
         headers = {"authorization": "Bearer hidden"}
@@ -292,7 +292,8 @@ def test_without_the_key_only_health_answers(header):
 
 
 def test_a_draining_server_refuses_new_work_and_still_answers_reads():
-    """Health and new requests get 503 with `Retry-After`; metrics and aborts are still there."""
+    """Health checks and new requests get 503 with `Retry-After`; metrics and aborts still
+    work."""
 
     async def scenario(harness):
         harness.engine.hold()

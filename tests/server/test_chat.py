@@ -23,7 +23,7 @@ def test_an_answer_has_the_shape_of_openai():
 
 
 def test_a_stream_names_the_role_first_and_joins_to_the_whole():
-    """The first chunk says who speaks; the contents joined are the message."""
+    """The first chunk has the role; the joined contents are the message."""
 
     async def scenario(harness):
         fields = {"seed": 3, "temperature": 0, "max_tokens": 30}
@@ -42,7 +42,7 @@ def test_a_stream_names_the_role_first_and_joins_to_the_whole():
 
 
 def test_usage_may_come_with_every_chunk():
-    """`continuous_usage_stats`: a client can stop reading and still know what it used."""
+    """`continuous_usage_stats`: a client can stop reading and still know its usage."""
 
     async def scenario(harness):
         options = {"continuous_usage_stats": True, "include_usage": True}
@@ -55,7 +55,7 @@ def test_usage_may_come_with_every_chunk():
 
 
 def test_the_whole_context_is_used_unless_told_otherwise():
-    """Without a limit a reply may fill what the model has left."""
+    """Without a limit a reply may fill the rest of the context."""
 
     async def scenario(harness):
         body = (await harness.chat(max_tokens=None)).json()
@@ -67,7 +67,7 @@ def test_the_whole_context_is_used_unless_told_otherwise():
 
 
 def test_logprobs_are_one_object_a_token():
-    """The chosen token with its bytes, and as many alternatives as asked for."""
+    """The chosen token with its bytes, and the requested number of alternatives."""
 
     async def scenario(harness):
         choice = (await harness.chat(logprobs=True, top_logprobs=1)).json()["choices"][0]
@@ -82,7 +82,7 @@ def test_logprobs_are_one_object_a_token():
 
 
 def test_content_may_be_text_parts():
-    """Parts of text are one text; the prompt is the same."""
+    """Text parts are joined into one text; the prompt is the same."""
 
     async def scenario(harness):
         parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
@@ -94,7 +94,7 @@ def test_content_may_be_text_parts():
 
 
 def test_the_next_turn_finds_the_one_before():
-    """Lesson 64: prompt and reply of a turn are cached, and the next turn says so."""
+    """Lesson 64: prompt and reply of a turn are cached, and the next turn reports the hit."""
 
     async def scenario(harness):
         messages = [{"role": "user", "content": "x" * 100}]
@@ -111,7 +111,7 @@ def test_the_next_turn_finds_the_one_before():
 
 
 def test_prompt_and_reply_ids_are_returned_when_asked():
-    """`return_token_ids` gives the ids that a text cannot give back exactly."""
+    """`return_token_ids` returns the ids, which cannot be recovered exactly from text."""
 
     async def scenario(harness):
         body = (await harness.chat(return_token_ids=True)).json()
@@ -172,7 +172,7 @@ def test_prompt_and_reply_ids_are_returned_when_asked():
     ],
 )
 def test_what_is_not_served_is_a_400_that_names_the_field(fields, param):
-    """Known and not served, or not valid: either way the client learns which field."""
+    """Known but not supported, or invalid: in both cases the client learns which field."""
 
     async def scenario(harness):
         assert error(await harness.chat(**fields), 400)["param"] == param
@@ -193,7 +193,7 @@ def test_what_is_not_served_is_a_400_that_names_the_field(fields, param):
     ],
 )
 def test_what_asks_for_nothing_special_is_accepted(fields):
-    """Neutral values of known fields, and fields it never heard of."""
+    """Values without effect for known fields, and unknown fields."""
 
     async def scenario(harness):
         response = await harness.chat(**fields)

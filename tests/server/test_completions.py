@@ -60,7 +60,7 @@ def test_a_stream_joins_to_the_whole_answer():
     [("text", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1, 2], [3]], 2)],
 )
 def test_prompts_are_text_or_ids_or_lists_of_either(prompt, count):
-    """One answer a prompt, in order."""
+    """One answer per prompt, in order."""
 
     async def scenario(harness):
         body = (await harness.complete(prompt=prompt)).json()
@@ -70,7 +70,8 @@ def test_prompts_are_text_or_ids_or_lists_of_either(prompt, count):
 
 
 def test_n_choices_differ_and_are_the_same_each_time():
-    """Choice i of a seeded request is its own random stream, whatever ran beside it."""
+    """Choice i of a seeded request has its own random stream, whatever runs at the same
+    time."""
 
     async def scenario(harness):
         fields = {"n": 3, "seed": 5, "max_tokens": 8, "return_token_ids": True}
@@ -85,7 +86,7 @@ def test_n_choices_differ_and_are_the_same_each_time():
 
 
 def test_streamed_choices_are_told_apart_by_index():
-    """Chunks of several choices mix; each choice ends once."""
+    """Chunks of several choices may mix; each choice ends once."""
 
     async def scenario(harness):
         chunks = events(await harness.complete(n=3, stream=True, max_tokens=5))
@@ -96,7 +97,7 @@ def test_streamed_choices_are_told_apart_by_index():
 
 
 def test_a_stop_string_ends_the_text_and_the_work():
-    """The text ends before the stop string; the engine's slots come back."""
+    """The text ends before the stop string; the engine's slots are returned."""
 
     async def scenario(harness):
         whole = (await harness.complete(max_tokens=200, seed=1)).json()["choices"][0]["text"]
@@ -118,7 +119,7 @@ def test_a_stop_string_ends_the_text_and_the_work():
 
 
 def test_a_stop_token_ends_the_text():
-    """`stop_token_ids` stop without a trace in the text, and are named."""
+    """`stop_token_ids` end the text without being shown, and are named as the reason."""
 
     async def scenario(harness):
         fields = {"max_tokens": 30, "seed": 1, "return_token_ids": True}
@@ -134,7 +135,7 @@ def test_a_stop_token_ends_the_text():
 
 
 def test_logprobs_are_parallel_lists():
-    """One entry a token: its text, its log-probability, its alternatives, its place."""
+    """One entry per token: its text, log-probability, alternatives and offset."""
 
     async def scenario(harness):
         fields = {"max_tokens": 9, "logprobs": 1, "seed": 1}
@@ -153,7 +154,7 @@ def test_logprobs_are_parallel_lists():
 
 
 def test_a_repeated_prompt_is_reported_as_cached():
-    """Lessons 63 to 65: what was reused, from which tier, and why not more."""
+    """Lessons 63 to 65: reused tokens by tier, and why not more."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -183,8 +184,8 @@ def test_a_repeated_prompt_is_reported_as_cached():
 
 
 def test_salts_keep_tenants_apart():
-    """Lesson 67: a prompt is found again only by the salt it was computed for; and
-    lesson 63: the reason of a miss says nothing about other tenants."""
+    """Lesson 67: a prompt hits only with the salt it was computed for; and lesson 63: the miss
+    reason reveals nothing about other tenants."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -203,7 +204,8 @@ def test_salts_keep_tenants_apart():
 
 
 def test_broken_characters_never_reach_a_stream_in_halves():
-    """An echo engine speaks random bytes: what is streamed is what decoding at once gives."""
+    """An echo engine generates random bytes: the streamed text equals decoding everything at
+    once."""
 
     async def scenario(harness):
         fields = {"max_tokens": 300, "seed": 9, "return_token_ids": True}
@@ -223,7 +225,7 @@ def test_choices_of_one_stream_never_overtake_its_beginning():
 
         async def send(message):
             if message["type"] == "http.response.start":
-                for _ in range(50):  # the connection is full, just now
+                for _ in range(50):  # the connection is full now
                     await asyncio.sleep(0)
             sent.append(message["type"])
 
@@ -251,7 +253,7 @@ def test_choices_of_one_stream_never_overtake_its_beginning():
 
 @pytest.mark.parametrize("mark", ["\u0085", "\u2028", "\u2029", "\r\n", "\x1c"])
 def test_an_event_is_one_line_for_clients_that_split_text_anywhere(mark):
-    """`httpx.iter_lines` splits on more than newlines, so those characters are escaped."""
+    """`httpx.iter_lines` also splits at other characters, so those are escaped."""
     sent: list[bytes] = []
 
     async def send(message):
@@ -266,7 +268,7 @@ def test_an_event_is_one_line_for_clients_that_split_text_anywhere(mark):
 
 
 def test_echo_puts_the_prompt_before_the_answer():
-    """Whole and streamed, of a text and of token ids; nothing is computed again for it."""
+    """Whole and streamed, for a text and for token ids; nothing is computed again."""
 
     async def scenario(harness):
         plain = (await harness.complete(max_tokens=4, prompt="hello", seed=1)).json()

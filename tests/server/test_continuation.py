@@ -1,4 +1,4 @@
-"""Streams that are taken up by another instance: token by token, character by character."""
+"""Streams that another instance continues: token by token, character by character."""
 
 import json
 from collections import defaultdict
@@ -22,7 +22,7 @@ def parsed(text):
 
 
 def answers(events):
-    """Of each choice: its text, its ends, and its log-probabilities with their places."""
+    """For each choice: its text, its ends, and its log-probabilities with offsets."""
     found: dict[int, dict[str, Any]] = defaultdict(
         lambda: {"text": "", "ends": [], "logprobs": [], "opened": 0}
     )
@@ -57,8 +57,8 @@ def answers(events):
     ],
 )
 def test_an_answer_goes_on_after_any_token(extra):
-    """The rest is what it would have been: half characters, stop strings, every choice, its
-    log-probabilities and usage included; choices that have ended are left alone."""
+    """The rest is as if undisturbed: half characters, stop strings, every choice,
+    log-probabilities and usage; ended choices are not continued."""
 
     async def scenario(harness):
         body = FIELDS | extra
@@ -91,7 +91,7 @@ def encoded(body):
 
 
 def test_a_chat_is_opened_once():
-    """Who goes on does not say again who speaks."""
+    """The instance that continues does not send the role again."""
 
     async def scenario(harness):
         fields = {"seed": 3, "stream": True}
@@ -108,7 +108,7 @@ def test_a_chat_is_opened_once():
 
 
 def test_chats_with_several_choices_are_each_opened_once():
-    """A choice that had said nothing is begun by whoever goes on."""
+    """The continuing instance starts a choice that had no output yet."""
 
     async def scenario(harness):
         fields = {"seed": 3, "stream": True, "n": 2, "logprobs": True}
@@ -126,7 +126,7 @@ def test_chats_with_several_choices_are_each_opened_once():
 
 
 def test_nonsense_is_not_continued():
-    """More or fewer choices than there are, tokens that are none, or too many of them."""
+    """Too many or too few choices, invalid tokens, or too many of them."""
 
     async def scenario(harness):
         for entries in (
@@ -145,7 +145,7 @@ def test_nonsense_is_not_continued():
 
 
 def test_a_mark_is_a_comment_that_can_be_taken_out():
-    """Clients that know nothing of it would ignore it; nonsense is a ValueError."""
+    """Other clients would ignore it; a malformed mark is a ValueError."""
     mark = ContinuationMark(tokens=[1, 2], seed=9)
 
     assert take_mark(mark_line(mark) + b"data: {}\n\n") == (mark, b"data: {}\n\n")

@@ -1,4 +1,5 @@
-"""Requests that end before their answer does: aborts, clients that leave, engines that die."""
+"""Requests that end before their answer is complete: aborts, clients that disconnect, engines
+that die."""
 
 import asyncio
 
@@ -10,7 +11,7 @@ from tests.server.harness import error, events, run
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_is_told_to_the_client(stream):
-    """Lesson 58: by the name the client gave; a 499, or the last chunk of a stream."""
+    """Lesson 58: by the client's request id: a 499, or the last chunk of a stream."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -34,7 +35,7 @@ def test_an_abort_is_told_to_the_client(stream):
 
 @pytest.mark.parametrize("name", ["cmpl-1", "chatcmpl-1", "chatcmpl-cmpl-1"])
 def test_a_name_that_looks_like_an_answers_id_can_be_aborted(name):
-    """Whatever a client calls its request: by that name, or by the id of its answer."""
+    """By the client's own id of the request, or by the id of its answer."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -49,7 +50,7 @@ def test_a_name_that_looks_like_an_answers_id_can_be_aborted(name):
 
 
 def test_request_ids_are_echoed_and_may_be_used_twice():
-    """A client's own id comes back, in the header and the body; two may share one."""
+    """A client's own id is returned in the header and the body; two requests may share one."""
 
     async def scenario(harness):
         responses = await asyncio.gather(
@@ -108,7 +109,7 @@ def test_a_client_that_leaves_is_aborted(num_streamed):
 
 
 def test_a_dead_engine_is_told_at_once():
-    """Waiting clients get a 503, or an error event where a stream has begun; /health too."""
+    """Waiting clients get a 503, or an error event if a stream has begun; so does /health."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -125,7 +126,7 @@ def test_a_dead_engine_is_told_at_once():
 
 
 def test_an_error_in_a_begun_stream_is_an_event():
-    """The status is sent already; the client learns of the failure inside the stream."""
+    """The status was already sent; the client gets the failure inside the stream."""
 
     async def scenario(harness):
         async def die_later():

@@ -1,4 +1,4 @@
-"""Hints over HTTP: what a client says of its session reaches the cache, within limits."""
+"""Hints over HTTP: they reach the cache, within limits."""
 
 import pytest
 
@@ -20,7 +20,7 @@ async def sessions(harness):
     [("closed", "closed"), ("pending", "granted"), ({"returns_in_s": 30}, "granted")],
 )
 def test_a_hint_reaches_the_cache(hint, outcome):
-    """From the body through the engine to the books of the cache, completions and chat."""
+    """From the body through the engine to the cache, for completions and chat."""
 
     async def scenario(harness):
         fields = {"session_id": "s", "cache_hint": hint}
@@ -41,7 +41,8 @@ def test_a_hint_reaches_the_cache(hint, outcome):
 
 
 def test_a_session_is_closed_by_its_name():
-    """With an empty body or a salt; the name may hold a slash, and an unknown one is no error."""
+    """With an empty body or a salt; the id may contain a slash, and an unknown one is no
+    error."""
 
     async def scenario(harness):
         name = "team/7%"
@@ -59,7 +60,8 @@ def test_a_session_is_closed_by_its_name():
 
 
 def test_the_blocks_of_a_closed_session_go_first():
-    """Under an LRU: a session that was used last and then closed goes before an older one."""
+    """Under an LRU: a session that was used last and then closed is evicted before an older
+    one."""
 
     async def scenario(harness):
         for name in ("first", "second"):
@@ -107,7 +109,7 @@ def test_a_hint_that_makes_no_sense_is_a_400(fields, param):
 
 
 def test_closing_is_bounded_too():
-    """Lesson 68: a name that is too long, a body that is not what it should be."""
+    """Lesson 68: a name that is too long, or a wrong body."""
 
     async def scenario(harness):
         error(await harness.client.post("/cache/sessions/" + "s" * 257), 400)

@@ -296,10 +296,7 @@ TRANSCRIPTS = [(golden.format, golden.text) for golden in GOLDEN.values()] + [
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_a_split_of_the_stream_changes_nothing(data):
-    """Any split of any transcript, cut anywhere, gives what the uncut text gives; none raises.
-
-    Before the stream ends, too: an instance that continues it gives out exactly the rest.
-    """
+    """An answer that is cut off during reasoning has no content."""
     name, whole = data.draw(st.sampled_from(TRANSCRIPTS))
     text = whole[: data.draw(st.integers(0, len(whole)))]
     one, many = TOOL_FORMATS[name]().parser(TOOLS), TOOL_FORMATS[name]().parser(TOOLS)

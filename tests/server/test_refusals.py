@@ -1,4 +1,4 @@
-"""POST /v1/completions: what is accepted, and what is refused with which words."""
+"""POST /v1/completions: what is accepted, and the messages of refusals."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from tests.server.harness import error, run
 
 
 def test_fields_it_does_not_know_are_ignored():
-    """A client may send what only other servers understand."""
+    """A client may send fields that only other servers know."""
 
     async def scenario(harness):
         response = await harness.complete(
@@ -39,7 +39,7 @@ def test_fields_it_does_not_know_are_ignored():
     ],
 )
 def test_fields_it_knows_but_does_not_serve_are_named(fields, param):
-    """Ignoring them would answer another question than was asked."""
+    """Ignoring them would return something other than the client requested."""
 
     async def scenario(harness):
         found = error(await harness.complete(**fields), 400)
@@ -62,7 +62,7 @@ def test_fields_it_knows_but_does_not_serve_are_named(fields, param):
     ],
 )
 def test_values_that_ask_for_nothing_special_are_accepted(fields):
-    """Clients send defaults and nulls; they mean what leaving them out means."""
+    """Clients send defaults and nulls; these mean the same as leaving the field out."""
 
     async def scenario(harness):
         assert (await harness.complete(**fields)).status_code == 200
@@ -105,7 +105,7 @@ def test_values_that_ask_for_nothing_special_are_accepted(fields):
     ],
 )
 def test_bad_input_is_a_400_that_names_the_field(fields, param):
-    """Lesson 68: limits on every field, told as an OpenAI error object."""
+    """Lesson 68: limits on every field, reported as an OpenAI error object."""
 
     async def scenario(harness):
         assert error(await harness.complete(**fields), 400)["param"] == param
@@ -114,7 +114,7 @@ def test_bad_input_is_a_400_that_names_the_field(fields, param):
 
 
 def test_a_priority_that_nobody_looks_at_is_refused():
-    """Silence would give a client something else than it asked for; 0 asks for nothing."""
+    """Ignoring it would surprise the client; 0 has no effect and is accepted."""
 
     async def scenario(harness):
         harness.service.engine_config = EngineConfig(scheduling_policy="fcfs")
@@ -142,7 +142,7 @@ def test_a_priority_that_nobody_looks_at_is_refused():
     ],
 )
 def test_a_body_that_is_no_request_is_a_400(body, word):
-    """Lesson 68: whatever arrives, the answer is a sentence and not a traceback."""
+    """Lesson 68: for any body, the answer is a message and not a traceback."""
 
     async def scenario(harness):
         response = await harness.client.post("/v1/completions", content=body)
@@ -166,7 +166,7 @@ def test_too_long_a_request_is_a_400_with_openais_code(fields):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_a_text_that_cannot_fit_is_refused_unread(path):
-    """Lesson 68: megabytes of text are not tokenised to find out that they are too long."""
+    """Lesson 68: megabytes of text are not tokenised only to find that they are too long."""
 
     async def scenario(harness):
         text = "long " * 200_000
@@ -180,7 +180,7 @@ def test_a_text_that_cannot_fit_is_refused_unread(path):
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones():
-    """Lesson 68: a client with long texts cannot keep the others from being tokenised."""
+    """Lesson 68: long texts of one client do not delay the tokenisation of others."""
 
     async def scenario(harness):
         block = threading.Event()
@@ -197,7 +197,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones():
 
 
 def test_the_longest_request_that_fits_is_served():
-    """The limit itself is inside."""
+    """The limit itself is allowed."""
 
     async def scenario(harness):
         response = await harness.complete(prompt="x" * 500, max_tokens=12)
@@ -207,7 +207,7 @@ def test_the_longest_request_that_fits_is_served():
 
 
 def test_another_model_is_a_404():
-    """A client that asks for another model is told which one is here."""
+    """The message names the served model."""
 
     async def scenario(harness):
         found = error(await harness.complete(model="gpt-9"), 404)
@@ -218,7 +218,7 @@ def test_another_model_is_a_404():
 
 
 def test_a_long_body_is_a_413_before_it_is_read():
-    """Lesson 68: by its announced length, or as soon as more arrives than is allowed."""
+    """Lesson 68: by its announced length, or as soon as more bytes arrive than allowed."""
 
     async def scenario(harness):
         error(await harness.complete(prompt="x" * 2000), 413)
@@ -233,7 +233,7 @@ def test_a_long_body_is_a_413_before_it_is_read():
 
 
 def test_a_full_queue_is_a_429_with_retry_after():
-    """Beyond what may wait, requests are turned away at once; then there is room again."""
+    """Above the limit requests are refused at once; later there is room again."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -250,7 +250,7 @@ def test_a_full_queue_is_a_429_with_retry_after():
 
 
 def test_more_than_ever_fits_is_a_400_and_not_a_429():
-    """A client that is told to come back later must have a chance then."""
+    """A client that is told to retry must be able to succeed."""
 
     async def scenario(harness):
         assert "11 sequences" in error(await harness.complete(n=11), 400)["message"]
@@ -260,7 +260,8 @@ def test_more_than_ever_fits_is_a_400_and_not_a_429():
 
 
 def test_every_refused_field_is_in_the_schema_and_in_the_api_reference():
-    """A field that is listed but not parsed would be ignored; one not documented surprises."""
+    """A listed field that is not parsed would be ignored; an undocumented one would
+    surprise."""
     reference = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     parsed = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
 

@@ -1,4 +1,4 @@
-"""POST /v1/reload_weights where it cannot be done, over an echo engine."""
+"""POST /v1/reload_weights where it is not possible, over an echo engine."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from tests.server.harness import error, run
 
 
 def test_an_engine_that_cannot_says_so_and_goes_on():
-    """Refused with a sentence; admission is as it was before."""
+    """Refused with a message; admission continues as before."""
 
     async def scenario(harness):
         found = error(await harness.post("/v1/reload_weights"), 400)
@@ -19,7 +19,7 @@ def test_an_engine_that_cannot_says_so_and_goes_on():
 
 
 def test_folders_that_were_not_offered_are_refused():
-    """Only one beside the folder given at start; bounds on what is asked."""
+    """Only a folder beside the one given at start; limits on the fields."""
 
     async def scenario(harness):
         answer = await harness.post("/v1/reload_weights", {"model": "/etc"})
@@ -40,7 +40,7 @@ def test_behind_a_router_weights_are_not_changed():
 
 
 def test_two_reloads_at_once_are_one_and_a_refusal():
-    """The second is told that the first is at it, and changes nothing of its pause."""
+    """The second is refused because the first is running, and its pause is unchanged."""
 
     async def scenario(harness):
         harness.engine.core.allow_reload(lambda folder: harness.engine.info)
@@ -60,7 +60,7 @@ def test_two_reloads_at_once_are_one_and_a_refusal():
 
 
 def test_a_reload_that_cannot_drain_is_told_so_and_changes_nothing():
-    """503 with a code that clients can act on; a pause from before stays."""
+    """503 with a code for clients; an earlier pause stays."""
 
     async def scenario(harness):
         harness.engine.core.allow_reload(lambda folder: harness.engine.info)

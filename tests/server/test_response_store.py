@@ -1,4 +1,4 @@
-"""Stored responses: bounded in number, bytes and time, and apart for each tenant."""
+"""Stored responses: bounded in number, bytes and time, and separate for each tenant."""
 
 from headwater.server.response_store import ResponseStore, StoredResponse
 from headwater.server.schema import Message
@@ -13,7 +13,7 @@ def make(**limits) -> ResponseStore:
 
 
 def test_the_oldest_make_room():
-    """Neither the number nor the bytes ever pass their bound."""
+    """Neither the number nor the bytes ever exceed their bound."""
     store = make()
     for number in range(20):
         put(store, str(number), num_bytes=7 * number)
@@ -25,7 +25,7 @@ def test_the_oldest_make_room():
 
 
 def test_their_time_is_limited():
-    """Afterwards they are gone, and so are their bytes."""
+    """Afterwards they are removed with their bytes."""
     store = make()
     put(store, "a")
     put(store, "b", now=5.0)
@@ -35,7 +35,7 @@ def test_their_time_is_limited():
 
 
 def test_another_tenant_finds_nothing():
-    """A response is its salt's alone."""
+    """A response belongs to its salt."""
     store = make()
     put(store, "a", salt="red")
     assert store.get("resp_a", "", now=0.0) is None
@@ -44,7 +44,7 @@ def test_another_tenant_finds_nothing():
 
 
 def test_one_can_be_removed_and_replaced():
-    """The bytes follow; what is unknown is ignored; 0 keeps nothing."""
+    """The byte count follows; unknown ids are ignored; 0 keeps nothing."""
     store = make()
     put(store, "a")
     put(store, "a", num_bytes=20)
@@ -58,7 +58,7 @@ def test_one_can_be_removed_and_replaced():
 
 
 def test_a_stored_response_is_the_same_after_it_was_encoded():
-    """Workers hand it over as bytes."""
+    """Workers send it as bytes."""
     entry = StoredResponse(
         answer=b'{"id": "resp_a"}',
         messages=(Message(role="user", content="hello"),),

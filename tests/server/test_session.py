@@ -1,4 +1,4 @@
-"""Which session a request belongs to, and how Anthropic's requests become chat requests."""
+"""The session of a request, and conversion of Anthropic's and Responses requests."""
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ def responses(**fields) -> ChatRequest:
 
 
 def test_what_names_the_session():
-    """`session_id` first, then `conversation` and `prompt_cache_key`; else none."""
+    """`session_id` first, then `conversation` and `prompt_cache_key`; otherwise none."""
     assert session_name(chat()) == ""
     assert session_name(chat(prompt_cache_key="k")) == "k"
     assert session_name(chat(prompt_cache_key="k", conversation="c")) == "c"
@@ -38,7 +38,7 @@ def test_what_names_the_session():
 
 
 def test_a_user_has_one_session_for_each_conversation():
-    """All turns of a conversation are one; another beginning is another."""
+    """All turns of a conversation are one session; another beginning is another session."""
     later = [TURN, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
     first = session_name(chat(user="me"))
     assert first.startswith("me/")
@@ -48,7 +48,7 @@ def test_a_user_has_one_session_for_each_conversation():
 
 
 def test_cache_control_is_a_promise_to_return():
-    """The longest time to live counts, wherever it stands; without it there is no hint."""
+    """The longest time to live counts, at any position; without it there is no hint."""
     block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     short = {"name": "f", "cache_control": {"type": "ephemeral"}}
     assert anthropic().cache_hint is None
@@ -60,7 +60,7 @@ def test_cache_control_is_a_promise_to_return():
 
 
 def test_anthropics_blocks_become_messages():
-    """Results become tool messages, calls become calls, the billing block is left out."""
+    """Results become tool messages, calls become calls, and the billing block is left out."""
     made = anthropic(
         system=[
             {"type": "text", "text": "x-anthropic-billing-header: cch=1"},
@@ -116,13 +116,13 @@ def test_anthropics_blocks_become_messages():
     ],
 )
 def test_what_anthropics_format_has_and_this_server_not_is_refused(fields):
-    """By name, and not in silence."""
+    """By name, not silently."""
     with pytest.raises(RequestRefused):
         anthropic(**fields)
 
 
 def test_items_of_the_responses_api_become_messages():
-    """Calls that follow one another are one message's; reasoning is left to the template."""
+    """Consecutive calls form one message; the template handles reasoning."""
     made = responses(
         instructions="Be kind.",
         input=[
@@ -168,6 +168,6 @@ def test_items_of_the_responses_api_become_messages():
     ],
 )
 def test_what_the_responses_api_has_and_this_server_not_is_refused(fields):
-    """By name, and not in silence."""
+    """By name, not silently."""
     with pytest.raises(RequestRefused):
         responses(**fields)

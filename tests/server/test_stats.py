@@ -10,7 +10,7 @@ from tests.server.harness import error, run
 
 
 def test_stats_has_what_cache_has_and_what_the_server_counted():
-    """One answer for a watcher: counters, latencies, tiers, and requests that ended."""
+    """One answer for the dashboard: counters, latencies, tiers, and finished requests."""
 
     async def scenario(harness):
         await harness.complete(prompt="x" * 100, max_tokens=8)
@@ -55,7 +55,7 @@ def test_history_has_a_point_for_each_interval_between_samples():
 
 
 def test_stats_shows_progress_and_what_a_request_waits_for():
-    """A running sequence with its tokens; one behind it that waits for room."""
+    """A running sequence with its tokens, and one that waits for room."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -98,7 +98,7 @@ def test_the_tree_shows_shapes_and_of_salted_tenants_a_sum():
     "query", ["depth=0", "limit=0", "limit=4097", "depth=x", "limit=-1", "depth=9999999999"]
 )
 def test_the_tree_is_bounded(query):
-    """Nobody can ask for all of a large tree."""
+    """A large tree is never returned completely."""
 
     async def scenario(harness):
         answer = await harness.client.get(f"/cache/tree?{query}")
@@ -108,7 +108,7 @@ def test_the_tree_is_bounded(query):
 
 
 def test_the_page_and_its_parts_need_no_key_and_ask_nobody_else():
-    """Files as they are, under a policy that lets them talk to this server only."""
+    """Static files with a policy that allows only this server."""
 
     async def scenario(harness):
         page = await harness.client.get("/dashboard")

@@ -23,7 +23,7 @@ FILE_BLOCK_BYTES = 4096
 
 
 class RedisServer:
-    """A redis-server of our own."""
+    """A separate redis-server."""
 
     def __init__(self, folder: Path, *more: str, config: Path | None = None) -> None:
         self._config = [] if config is None else [str(config)]
@@ -52,7 +52,7 @@ class RedisServer:
             await_port(self.port, self._process)
 
     def pause(self) -> None:
-        """Let it stand still: connected, and silent."""
+        """Stop it with SIGSTOP: connected, and silent."""
         stand_still(self._process.pid)
 
     def go_on(self) -> None:
@@ -64,7 +64,7 @@ class RedisServer:
 
 
 class MooncakeMaster:
-    """A mooncake_master of our own."""
+    """A separate mooncake_master."""
 
     def __init__(self) -> None:
         program = Path(sys.executable).with_name("mooncake_master")
@@ -158,7 +158,7 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 def make_backend(
     request: pytest.FixtureRequest, backend_name: str, tmp_path: Path
 ) -> Iterator[MakeBackend]:
-    """Opens backends of each kind on a medium of the test's own; closes them at the end."""
+    """Opens backends of each kind on separate media; closes them at the end."""
     if backend_name == "file":
         settings = {"path": str(tmp_path / "blocks"), "slab_bytes": 8 << 20, "reserve_bytes": 0}
     elif backend_name == "redis":
@@ -186,7 +186,7 @@ def make_backend(
 
 @pytest.fixture
 def make_file(tmp_path: Path) -> Iterator[MakeFile]:
-    """Opens the file backend on one directory, in small."""
+    """Opens a small file backend on one directory."""
     opened = []
 
     def make(**more: object) -> FileStorage:

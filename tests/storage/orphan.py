@@ -1,8 +1,9 @@
-"""A process whose Mooncake master dies: says what its calls come to, and ends without ceremony.
+"""A process whose Mooncake master dies: it prints the results of its calls and exits at once.
 
     python orphan.py MASTER
 
-Its own process, because the library tries for long to reach the master when it is unloaded.
+It is a separate process, because the library tries for a long time to reach the master when it
+is unloaded.
 """
 
 import os

@@ -2,7 +2,8 @@
 
 python -m tests.storage.racer PATH
 
-Says "ready", waits for a line, writes the same blocks as every other racer, and says how many.
+It prints "ready", waits for a line, writes the same blocks as every other racer, and prints how
+many.
 """
 
 import sys

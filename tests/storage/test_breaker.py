@@ -21,7 +21,7 @@ def fail(breaker: Breaker, times: int) -> None:
 
 
 def test_failures_in_a_row_open_it() -> None:
-    """One failure less does not, and a success starts the count anew."""
+    """One failure less does not, and a success resets the count."""
     breaker = Breaker(CONFIG, VirtualClock())
 
     fail(breaker, 2)
@@ -45,7 +45,7 @@ def test_lookups_that_work_do_not_hide_reads_that_fail() -> None:
 
 
 def test_a_call_that_began_before_does_not_close_it() -> None:
-    """Only the trial call says that the store is back."""
+    """Only the trial call shows that the store is back."""
     breaker = Breaker(CONFIG, VirtualClock())
     fail(breaker, 3)
 
@@ -55,7 +55,7 @@ def test_a_call_that_began_before_does_not_close_it() -> None:
 
 
 def test_one_trial_call_at_a_time() -> None:
-    """However many callers ask; its success closes the breaker for all."""
+    """For any number of callers; its success closes the breaker for all."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
@@ -87,7 +87,7 @@ def test_a_trial_call_that_never_ends_opens_it_again() -> None:
 
 
 def test_each_failed_trial_doubles_the_wait_up_to_a_bound() -> None:
-    """5, 10, 12, 12 seconds; 5 again after it has stayed closed for the longest wait."""
+    """5, 10, 12, 12 seconds; 5 again after it was closed for the longest wait."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
@@ -107,7 +107,8 @@ def test_each_failed_trial_doubles_the_wait_up_to_a_bound() -> None:
 
 
 def test_a_store_that_fails_again_soon_is_left_alone_longer() -> None:
-    """A store that answers trials and fails under load does not cost three timeouts a turn."""
+    """A store that answers trials but fails under load does not cost three timeouts each
+    time."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
@@ -135,7 +136,7 @@ def test_calls_that_fail_after_it_opened_change_nothing() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    """When they are made, not when the store dies."""
+    """On construction, not when the store fails."""
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         BreakerConfig(max_failures=0)
     with pytest.raises(ConfigError, match=r"at most max_recovery_s, got 10.0 and 5.0"):

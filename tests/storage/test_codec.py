@@ -1,4 +1,5 @@
-"""A block proves what it is: any accident to its bytes is found before they are used."""
+"""A block proves its identity: any accidental change of its bytes is detected before they are
+used."""
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def test_a_block_verifies_itself(payload: bytes) -> None:
 def test_one_to_three_flipped_bits_are_always_found(
     data: st.DataObject, block_bytes: int
 ) -> None:
-    """In the payload, wherever they are and however close (lesson 44)."""
+    """In the payload, at any positions (lesson 44)."""
     form, header, payload = make_value(block_bytes)
     bits = data.draw(
         st.sets(st.integers(0, 8 * block_bytes - 1), min_size=1, max_size=3), label="bits"
@@ -58,7 +59,7 @@ def test_one_to_three_flipped_bits_are_always_found(
 
 @given(bit=st.integers(0, 8 * 152 - 1))
 def test_a_flipped_bit_in_the_header_is_found(bit: int) -> None:
-    """No field of the header is taken on trust (lesson 44)."""
+    """Every field of the header is verified (lesson 44)."""
     form, header, payload = make_value()
     header[bit // 8] ^= 1 << bit % 8
 
@@ -68,7 +69,7 @@ def test_a_flipped_bit_in_the_header_is_found(bit: int) -> None:
 
 @given(data=st.data())
 def test_moved_bytes_change_the_checksum(data: st.DataObject) -> None:
-    """Sectors that changed places, or were overwritten by others, are found."""
+    """Sectors that were swapped or overwritten are detected."""
     sector = 512
     payload = bytearray(make_block(KEY, 64 * sector))
     before = checksum(payload)
@@ -119,14 +120,14 @@ def test_another_block_and_another_model_are_found() -> None:
     ],
 )
 def test_what_is_no_header_says_so(raw: bytes, reason: str) -> None:
-    """Empty space and foreign bytes are told apart from damage."""
+    """Empty space and foreign bytes are distinguished from damage."""
     with pytest.raises(StorageCorrupt) as caught:
         decode_header(raw)
     assert caught.value.reason == reason
 
 
 def test_a_later_version_is_not_guessed_at() -> None:
-    """A block of a format we do not know is a miss (lesson 42)."""
+    """A block of an unknown format version is a miss (lesson 42)."""
     _, header, _ = make_value()
     header[8] = 2
 
@@ -136,7 +137,7 @@ def test_a_later_version_is_not_guessed_at() -> None:
 
 
 def test_the_checksum_is_fixed() -> None:
-    """Stores outlive programs: these bytes may never change without a new version."""
+    """Stores outlive programs: these bytes must not change without a new version."""
     assert checksum(bytes(range(256)) * 33).hex() == "2fd443cb363b5f1f2ccfec3e2e288ace"
 
 

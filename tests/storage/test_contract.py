@@ -1,4 +1,4 @@
-"""The published contract, on every backend and on what wraps one."""
+"""The published contract, for every backend and every wrapper."""
 
 import pytest
 
@@ -15,13 +15,13 @@ def make_memory(form: BlockFormat) -> MemoryStorage:
 
 
 def test_every_backend_keeps_the_contract(make_backend: MakeBackend, backend_name: str) -> None:
-    """All four, real servers included (lessons 39, 40, 42, 44)."""
+    """All four, including real servers (lessons 39, 40, 42, 44)."""
     check_storage_backend(make_backend, durable=backend_name in ("file", "redis"))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4095, 4096, 4097, 100_000])
 def test_blocks_of_any_size_are_kept(block_bytes: int) -> None:
-    """A block need not be made of whole pages."""
+    """A block need not consist of whole pages."""
     check_storage_backend(make_memory, block_bytes=block_bytes)
 
 
@@ -29,13 +29,13 @@ def test_blocks_of_any_size_are_kept(block_bytes: int) -> None:
 @pytest.mark.parametrize("block_bytes", [1, 5000, 1 << 20])
 @pytest.mark.slow
 def test_media_keep_blocks_of_any_size(make_backend: MakeBackend, block_bytes: int) -> None:
-    """Blocks that are no whole pages go through a staging buffer on disk."""
+    """Blocks that are not whole pages pass through a staging buffer on disk."""
     check_storage_backend(make_backend, block_bytes=block_bytes)
 
 
 @pytest.mark.parametrize("backend_name", ["file"])
 def test_buffered_files_keep_the_contract(make_backend: MakeBackend) -> None:
-    """Where direct I/O is off or refused, everything else is the same."""
+    """Without direct I/O everything else is the same."""
     check_storage_backend(lambda form: make_backend(form, direct=False), durable=True)
 
 

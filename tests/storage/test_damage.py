@@ -1,4 +1,4 @@
-"""Bytes that went bad below a backend are a miss with a reason, on every backend (lesson 44)."""
+"""Damaged bytes below a backend are a miss with a reason, on every backend (lesson 44)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ REASONS = {
 def medium_of(
     request: pytest.FixtureRequest, backend_name: str, tmp_path: Path
 ) -> Iterator[Callable[[StorageBackend], Medium]]:
-    """The bytes below a backend that `make_backend` made."""
+    """The medium below a backend of `make_backend`."""
     links = []
 
     def find(backend: StorageBackend) -> Medium:
@@ -48,10 +48,8 @@ def medium_of(
 def test_damage_is_a_miss_with_a_reason_and_can_be_written_again(
     make_backend: MakeBackend, medium_of: Callable[[StorageBackend], Medium]
 ) -> None:
-    """Truncated, flipped, swapped and foreign blocks: DAMAGED once, ABSENT after, then good.
-
-    Their neighbours are served as ever, and no byte of a damaged block counts as read.
-    """
+    """Truncated, flipped, swapped and foreign blocks: DAMAGED once, ABSENT afterwards, then
+    good. Other blocks are served as usual, and no byte of a damaged block counts as read."""
     backend = make_backend(make_format(block_bytes=BLOCK_BYTES))
     for fault in BYTE_FAULTS:
         keys = make_keys(4, run=fault.name)

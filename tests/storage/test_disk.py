@@ -1,4 +1,4 @@
-"""The file backend on a disk that refuses: no room, no answer, no direct I/O, a lock that is held."""
+"""The file backend on a disk with problems: no room, no answer, no direct I/O, a held lock."""
 
 import errno
 import fcntl
@@ -26,8 +26,8 @@ from tests.storage.conftest import MakeFile
 
 
 def test_room_is_taken_by_one_process_at_a_time(make_file: MakeFile, tmp_path: Path) -> None:
-    """Whoever makes a slab has the directory's lock, so that two cannot both have the last
-    room; who waits for it is told in time, and goes on when it is free."""
+    """A process needs the directory's lock to create a slab, so two cannot both take the last
+    room. A process that waits for the lock gets a timeout, and continues when it is free."""
     storage, keys = make_file(), make_keys(1)
     block = memoryview(make_block(keys[0], BLOCK_BYTES))
     with (tmp_path / "blocks" / "lock").open() as lock:
@@ -41,10 +41,8 @@ def test_room_is_taken_by_one_process_at_a_time(make_file: MakeFile, tmp_path: P
 
 
 def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
-    """No exception, a count, and everything written before is still served (lesson 43).
-
-    The limit on file sizes stands for a disk without room: both end in the same place.
-    """
+    """No exception, a count, and earlier blocks are still served (lesson 43). The limit on file
+    sizes simulates a full disk."""
     storage = make_file(slab_bytes=4 * 8272 + PAGE_BYTES)
     num_slots = storage._geometry.num_slots
     keys = make_keys(num_slots)
@@ -72,8 +70,8 @@ def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
 def test_the_disk_keeps_its_reserve(
     make_file: MakeFile, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the operator wants free stays free, whatever the capacity says. The reason names the
-    disk: the directory itself has room."""
+    """The reserve stays free, whatever the capacity is. The reason names the disk, because the
+    directory itself has room."""
     storage = make_file(reserve_bytes=1 << 60)
 
     assert write_run(storage, make_keys(2), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2
@@ -118,7 +116,8 @@ def test_a_failed_write_can_never_be_found(
 def test_a_read_that_hangs_is_left_behind(
     make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller is told in time, and told when the buffer is out of danger (lesson 50)."""
+    """Its caller gets a timeout, and later an event when the buffer is not used any more
+    (lesson 50)."""
     storage = make_file()
     [key] = make_keys(1)
     write_run(storage, [key], BLOCK_BYTES)
@@ -145,8 +144,8 @@ def test_a_read_that_hangs_is_left_behind(
 def test_where_direct_io_is_refused_files_are_buffered(
     make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
-    """Some file systems refuse the flag, others accept it and refuse the first read: both store
-    and find as ever, blocks that are no whole pages included."""
+    """Some file systems refuse the flag, others accept it and refuse the first read. Both store
+    and find blocks as usual, including those that are not whole pages."""
     real_open, real_preadv = os.open, os.preadv
     direct: set[int] = set()
 

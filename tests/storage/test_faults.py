@@ -1,4 +1,4 @@
-"""The doubles do what their script says."""
+"""The doubles follow their script."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def make_double(**script: list[Fault | None]) -> FaultyStorage:
 
 
 def test_the_nth_call_meets_the_nth_fault() -> None:
-    """Counted for each method apart; after the script all is well."""
+    """Counted separately for each method; after the script everything works."""
     double = make_double(contains=[None, Fault.ERROR], read=[Fault.TIMEOUT])
     keys = make_keys(2)
     write_run(double, keys, BLOCK_BYTES)
@@ -39,7 +39,8 @@ def test_the_nth_call_meets_the_nth_fault() -> None:
 
 
 def test_a_hang_does_its_work_late() -> None:
-    """The buffer is written after the deadline, before `quiet`: what a caller must survive."""
+    """The buffer is written after the deadline and before `quiet`: callers must survive
+    that."""
     double = make_double(read=[Fault.HANG])
     [key] = make_keys(1)
     write_run(double, [key], BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The file backend alone: room, order of eviction, rebuilding, what is left out."""
+"""The file backend alone: capacity, eviction order, rebuilding, damaged files."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path: Path) -> None:
-    """However much is written; the least recently used blocks go (lesson 43)."""
+    """However much is written; the least recently used blocks are evicted (lesson 43)."""
     capacity = 40 * 8272
     storage = make_file(capacity_bytes=capacity)
 
@@ -42,7 +42,7 @@ def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path:
 
 
 def test_eviction_takes_the_tail_of_a_run_first(make_file: MakeFile) -> None:
-    """Also where a run was written in several calls: what is left is a prefix (lesson 9)."""
+    """Also if a run was written in several calls: the rest is a prefix (lesson 9)."""
     storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
     keys = make_keys(6)
     write_run(storage, keys[:3], BLOCK_BYTES)
@@ -94,7 +94,7 @@ def test_the_index_is_rebuilt_without_reading_payloads(
 
 
 def test_the_second_write_of_a_prefix_moves_nothing(make_file: MakeFile) -> None:
-    """Not in this process, not in the next (lesson 40)."""
+    """Neither in this process nor in the next one (lesson 40)."""
     keys = make_keys(4)
     write_run(make_file(), keys, BLOCK_BYTES)
     other = make_file()
@@ -123,7 +123,7 @@ def test_a_torn_table_entry_is_an_empty_slot(make_file: MakeFile, tmp_path: Path
 
 @pytest.mark.parametrize("suffix", [".table", ".slab"])
 def test_a_damaged_file_is_left_out(make_file: MakeFile, tmp_path: Path, suffix: str) -> None:
-    """A head that is no head, or a slab cut short: its blocks are misses, the rest is served."""
+    """An invalid head, or a truncated slab: its blocks are misses, the others are served."""
     storage = make_file()
     keys = make_keys(3)
     write_run(storage, keys, BLOCK_BYTES)
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_left_out(make_file: MakeFile, tmp_path: Path, suffix:
 def test_what_a_killed_process_left_half_made_is_swept(
     make_file: MakeFile, tmp_path: Path
 ) -> None:
-    """A slab without a table and a table without its name take no room for ever."""
+    """A slab without a table, and an unnamed table, do not take room for ever."""
     folder = tmp_path / "blocks"
     folder.mkdir()
     (folder / "half.slab").write_bytes(bytes(100))
@@ -152,7 +152,7 @@ def test_what_a_killed_process_left_half_made_is_swept(
 
 
 def test_dead_slabs_of_another_model_give_way(make_file: MakeFile, tmp_path: Path) -> None:
-    """Nobody may read them, and the directory is bounded over all models (lessons 39, 43)."""
+    """No process reads them, and the capacity covers all models (lessons 39, 43)."""
     capacity = 2 * (8 * 8272 + PAGE_BYTES)
     other = make_file(form=make_format("old", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
     for number in range(5):
@@ -166,7 +166,7 @@ def test_dead_slabs_of_another_model_give_way(make_file: MakeFile, tmp_path: Pat
 
 
 def test_a_living_slab_never_gives_way(make_file: MakeFile) -> None:
-    """A directory that others fill refuses writes, and says why."""
+    """A directory that others have filled refuses writes with a reason."""
     capacity = 8 * 8272 + PAGE_BYTES
     other = make_file(form=make_format("new", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
     write_run(other, make_keys(2), BLOCK_BYTES)
@@ -179,7 +179,7 @@ def test_a_living_slab_never_gives_way(make_file: MakeFile) -> None:
 
 
 def test_room_that_comes_back_is_used(make_file: MakeFile) -> None:
-    """A full directory is asked again after a while, not at every write."""
+    """A full directory is checked again after a while, not at every write."""
     clock, capacity = VirtualClock(), 8 * 8272 + PAGE_BYTES
     other = make_file(form=make_format("new", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
     write_run(other, make_keys(2), BLOCK_BYTES)
@@ -193,7 +193,8 @@ def test_room_that_comes_back_is_used(make_file: MakeFile) -> None:
 
 
 def test_a_slot_is_not_reused_while_it_is_read(make_file: MakeFile) -> None:
-    """Eviction passes over a leased block; a removed one frees its slot when the read ends."""
+    """Eviction skips a leased block; the slot of a removed block is freed when the read
+    ends."""
     storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
     index, num_slots = storage._index, storage._geometry.num_slots
     keys = make_keys(num_slots)
@@ -213,7 +214,7 @@ def test_a_slot_is_not_reused_while_it_is_read(make_file: MakeFile) -> None:
 
 
 def test_blocks_are_whole_slots_of_pages() -> None:
-    """Header and payload each begin at a page, as direct I/O wants them."""
+    """Header and payload each begin at a page, as direct I/O needs."""
     for block_bytes, slot_bytes in ((1, 8192), (4096, 8192), (4097, 12_288)):
         geometry = Geometry(make_format(block_bytes=block_bytes), 3)
         assert geometry.slot_bytes == slot_bytes
@@ -221,7 +222,7 @@ def test_blocks_are_whole_slots_of_pages() -> None:
 
 
 def test_a_table_tells_readers_what_changed(tmp_path: Path) -> None:
-    """Each change once, and nothing when nothing changed."""
+    """Each change once, and nothing without a change."""
     geometry = Geometry(FORM, 4)
     slab = Slab.create(tmp_path / "one.table", geometry, direct=True)
     reader = Table(tmp_path / "one.table", writable=False)

@@ -1,4 +1,4 @@
-"""Storage threads let go of the interpreter while they work: the loop never waits for one.
+"""Storage threads release the interpreter lock while they work: the loop never waits for one.
 
 Lesson 13: threads that were busy under one interpreter lock cost a tenth of the throughput.
 """
@@ -22,7 +22,7 @@ def make_buffer() -> memoryview:
 
 
 def test_what_holds_the_interpreter_is_told_apart() -> None:
-    """The control: a slice assignment of the same bytes is seen to keep everybody waiting."""
+    """The control: a slice assignment of the same bytes blocks other threads."""
     source, target = make_buffer(), make_buffer()
 
     def assign() -> None:
@@ -34,7 +34,7 @@ def test_what_holds_the_interpreter_is_told_apart() -> None:
 
 
 def test_a_checksum_lets_go() -> None:
-    """Verifying is most of the work of a fast medium."""
+    """Verification is most of the work of a fast medium."""
     block = make_buffer()
 
     assert not holds_interpreter(lambda: checksum(block))

@@ -21,7 +21,7 @@ def test_results_come_in_order() -> None:
 
 
 def test_an_error_is_raised_after_all_calls_have_ended() -> None:
-    """So that no buffer is in use when the caller hears of it."""
+    """So no buffer is in use when the caller gets the error."""
     threads, ended = IoThreads("test", 2), []
 
     def fail() -> None:
@@ -37,7 +37,7 @@ def test_an_error_is_raised_after_all_calls_have_ended() -> None:
 
 
 def test_a_hung_call_ends_the_wait_not_the_call() -> None:
-    """`quiet` is set when it has ended; what had not begun never begins (lesson 50)."""
+    """`quiet` is set when it has ended; calls that had not begun never begin (lesson 50)."""
     threads, gate, begun = IoThreads("test", 1), Event(), Event()
 
     def begin() -> bool:
@@ -58,8 +58,9 @@ def test_a_hung_call_ends_the_wait_not_the_call() -> None:
 
 
 def test_lost_threads_are_replaced_up_to_a_bound() -> None:
-    """Calls go on beside hung ones; beyond the bound a call never begins, and is quiet at once:
-    its caller's buffers were not touched. When the hung calls end, all is as before."""
+    """Calls continue beside hung ones. Above the bound a call never begins and is quiet at
+    once, because its buffers were not touched. When the hung calls end, everything is as
+    before."""
     threads, gate = IoThreads("test", 1), Event()
     for lost in range(MAX_LOST + 1):
         assert threads.num_lost == lost
@@ -82,7 +83,7 @@ def test_lost_threads_are_replaced_up_to_a_bound() -> None:
 
 
 def test_threads_that_come_back_do_not_add_up() -> None:
-    """After hung calls have ended there are as many threads as there were."""
+    """After hung calls have ended there are as many threads as before."""
     threads = IoThreads("test threads that come back", 2)
     for _ in range(5):
         gate = Event()
@@ -95,7 +96,7 @@ def test_threads_that_come_back_do_not_add_up() -> None:
     threads.drain(5)
 
     named = [t for t in enumerate_threads() if t.name == "test threads that come back"]
-    assert len(named) <= 3  # one may be on its way out
+    assert len(named) <= 3  # one may still be ending
     threads.close()
 
 

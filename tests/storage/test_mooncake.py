@@ -39,7 +39,7 @@ def start(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_two_processes_hit_each_others_blocks(mooncake_master: MooncakeMaster) -> None:
-    """How a deployment outgrows one machine: what one stored, the other reads and never writes."""
+    """The second process reads what the first stored, and never writes it again."""
     keys = make_keys(6, run="member")
     member = start("tests.storage.member", mooncake_master.address, "member", "6")
     assert member.stdout is not None
@@ -62,7 +62,8 @@ def test_two_processes_hit_each_others_blocks(mooncake_master: MooncakeMaster) -
 
 @pytest.mark.slow
 def test_slots_of_the_slab_are_used_in_place(mooncake_master: MooncakeMaster) -> None:
-    """Memory given at opening is registered once; a full pool refuses, counted (lesson 43)."""
+    """Memory given at opening is registered once; a full pool refuses writes, which is counted
+    (lesson 43)."""
     slab = memoryview(mmap.mmap(-1, 64 * BLOCK_BYTES))
     slots = [slab[at : at + BLOCK_BYTES] for at in range(0, len(slab), BLOCK_BYTES)]
     storage = open_storage(
@@ -87,7 +88,7 @@ def test_slots_of_the_slab_are_used_in_place(mooncake_master: MooncakeMaster) ->
 
 @pytest.mark.slow
 def test_a_dead_master_is_an_error_within_the_timeout() -> None:
-    """Not a hang, and not a miss that looks like an answer; closing is safe (lessons 18, 38)."""
+    """It neither hangs nor looks like a miss; closing is safe (lessons 18, 38)."""
     master = MooncakeMaster()
     orphan = start("tests.storage.orphan", master.address)
     assert orphan.stdout is not None

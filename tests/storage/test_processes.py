@@ -42,7 +42,7 @@ def all_keys(storage: FileStorage) -> list[BlockKey]:
 
 
 def check_whole(path: Path) -> int:
-    """Everything that the next process finds is whole and right; how much that is."""
+    """Everything that the next process finds is complete and right; return how much it is."""
     storage = open_writer(str(path))
     keys = all_keys(storage)
     assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.READ] * len(keys)
@@ -77,10 +77,8 @@ def test_a_writer_may_be_killed_at_random(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_writer_may_be_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
-    """Each write to each file is torn in half once, in turn: nothing half is ever found.
-
-    The directory is the same all along, so later writers reuse the slots of earlier ones.
-    """
+    """Each write to each file is torn in half once: a partial block is never found. The
+    directory stays the same, so later writers reuse the slots of earlier ones."""
     for last in itertools.count(1):
         writer = start_writer(tmp_path, "die", str(last))
         told, _ = writer.communicate()
@@ -93,8 +91,8 @@ def test_a_writer_may_be_killed_in_the_middle_of_any_write(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_processes_that_share_a_directory_share_its_capacity(tmp_path: Path) -> None:
-    """Three that write and evict all the time never take more together (lesson 43); one that is
-    killed leaves its room to the others."""
+    """Three processes that write and evict all the time never exceed it together (lesson 43);
+    the room of a killed one is used by the others."""
     writers = [start_writer(tmp_path, "forever") for _ in range(3)]
 
     most = max(disk_bytes(tmp_path) for _ in range(300))
@@ -127,7 +125,8 @@ def test_processes_find_each_others_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_slabs_of_a_dead_owner_are_taken_over(tmp_path: Path) -> None:
-    """While it lives they are its own; after a kill -9 the next one may write to them."""
+    """While the owner lives the slabs are its own; after kill -9 the next process may write to
+    them."""
     theirs = make_keys(5, run="theirs")
     writer = start_writer(tmp_path, "some", "theirs", "5")
     assert writer.stdout is not None
@@ -149,11 +148,9 @@ def test_the_slabs_of_a_dead_owner_are_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slot_reused_under_a_reader_is_a_miss(tmp_path: Path) -> None:
-    """Another process writes over what we read, all the time: never a wrong byte (lesson 44).
-
-    `read_run` asserts the bytes of whatever counts as read. A block that went away meanwhile
-    is absent, not damaged.
-    """
+    """Another process overwrites what this one reads, all the time: never a wrong byte (lesson
+    44). `read_run` checks the bytes of every block reported as read. A block that disappeared
+    is absent, not damaged."""
     writer = start_writer(tmp_path, "forever")
     ours = open_writer(str(tmp_path))
     outcomes: set[BlockRead] = set()

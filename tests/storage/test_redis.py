@@ -1,4 +1,4 @@
-"""The redis backend against a real server: logging in, bounds, restarts, time."""
+"""The redis backend against a real server: login, bounds, restarts, timeouts."""
 
 import contextlib
 import socket
@@ -64,7 +64,7 @@ def test_users_and_passwords(own_server: RedisServer) -> None:
 
 
 def test_a_wrong_password_is_a_sentence_at_start(own_server: RedisServer) -> None:
-    """It names the user, and shows no password (lesson 61)."""
+    """It names the user and no password (lesson 61)."""
     with pytest.raises(ConfigError, match="refused the password of user 'worker'") as caught:
         open_redis(url_of(own_server, "worker:guess"))
     assert "guess" not in str(caught.value)
@@ -81,8 +81,8 @@ def test_a_server_that_is_not_there_is_a_sentence_at_start() -> None:
 
 
 def test_forgetting_everything_leaves_other_models_alone(redis_server: RedisServer) -> None:
-    """Blocks under one prefix are told apart by the fingerprint in their header; more of them
-    than one answer of the server names."""
+    """Blocks under one prefix are distinguished by the fingerprint in their header; there are
+    more of them than one answer of the server names."""
     prefix = {"key_prefix": "forget[*]?:"}
     ours = open_storage("redis", {"url": redis_server.url} | prefix, Opening(format=FORM))
     other = replace(FORM, fingerprint=FORM.fingerprint[::-1])
@@ -101,7 +101,7 @@ def test_forgetting_everything_leaves_other_models_alone(redis_server: RedisServ
 
 
 def test_a_block_crosses_as_its_header_and_its_bytes(redis_server: RedisServer) -> None:
-    """Lesson 32: under the hash of its tokens, not the tokens; no more than can be verified."""
+    """Lesson 32: under the hash of its tokens, not the tokens; only header and bytes."""
     storage = open_redis(redis_server.url)
     (key,) = make_keys(1, run="crosses")
     write_run(storage, [key], BLOCK_BYTES)
@@ -134,7 +134,7 @@ def test_databases_are_apart(redis_server: RedisServer) -> None:
 
 
 def test_a_restarted_server_is_found_again(own_server: RedisServer) -> None:
-    """While it is gone calls fail at once; idle connections to the old one do no harm."""
+    """While it is gone calls fail at once; idle connections to the old server do no harm."""
     storage = open_redis(url_of(own_server, ":open%20sesame"))
     keys = make_keys(2)
     write_run(storage, keys, BLOCK_BYTES)
@@ -155,7 +155,7 @@ def test_a_restarted_server_is_found_again(own_server: RedisServer) -> None:
 
 
 def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
-    """Counted, no error, and what is there is served (lesson 43)."""
+    """Counted, without an error, and stored blocks are served (lesson 43)."""
     storage = open_redis(url_of(own_server, ":open%20sesame"))
     keys = make_keys(400)
 
@@ -169,8 +169,8 @@ def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
 
 
 def test_a_server_that_evicts_stays_within_its_memory(tmp_path: Path) -> None:
-    """Every write is taken and old blocks go, also between the question and the read: then they
-    are absent, and no error (lesson 43)."""
+    """Every write is accepted and old blocks are evicted, even between lookup and read: then
+    they are absent, without an error (lesson 43)."""
     server = RedisServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
     storage = open_redis(server.url)
     runs = [make_keys(20, run=f"{number}") for number in range(20)]
@@ -188,7 +188,7 @@ def test_a_server_that_evicts_stays_within_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisServer) -> None:
-    """The server is told to forget it, and reading starts the time anew (lesson 43)."""
+    """The server expires it, and reading renews the time (lesson 43)."""
     storage = open_redis(redis_server.url, ttl_s=1000.0, key_prefix="ttl:")
     keys = make_keys(2)
     write_run(storage, keys, BLOCK_BYTES)
@@ -215,13 +215,13 @@ def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisSe
 
 
 def connect(listener: socket.socket) -> RedisStorage:
-    """A backend on a server that is not one: without the check at start."""
+    """A backend on a fake server, without the check at start."""
     url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
     return RedisStorage(RedisConfig(url=url), FORM, SystemClock())
 
 
 def test_a_server_that_does_not_answer_costs_the_timeout_only() -> None:
-    """And the buffer is quiet: a late answer has nowhere to go (lessons 18, 38)."""
+    """And the buffer is quiet: a late answer cannot reach it (lessons 18, 38)."""
     listener = socket.create_server(("127.0.0.1", 0))
     done = Event()
 
@@ -261,8 +261,8 @@ def read_run_within(storage: RedisStorage, timeout_s: float) -> None:
 def test_what_is_no_redis_is_an_error(
     call: Callable[[RedisStorage], object], answers: tuple[bytes, bytes]
 ) -> None:
-    """A server that talks otherwise is told apart from a miss, and makes us neither guess nor
-    take memory (lesson 18)."""
+    """An invalid protocol is distinguished from a miss; nothing is guessed and no memory is
+    taken (lesson 18)."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def talk() -> None:
@@ -289,7 +289,7 @@ def test_what_is_no_redis_is_an_error(
 
 @pytest.mark.slow
 def test_large_batches_do_not_flood_the_server(redis_server: RedisServer) -> None:
-    """Only so many answers are asked for ahead of reading; the order is kept."""
+    """Only a limited number of answers is requested ahead; the order is kept."""
     form = make_format(block_bytes=1 << 20)
     storage = open_storage(
         "redis", {"url": redis_server.url, "key_prefix": "big:"}, Opening(format=form)
@@ -305,7 +305,7 @@ def test_large_batches_do_not_flood_the_server(redis_server: RedisServer) -> Non
 
 
 def test_a_closed_backend_opens_no_connection(redis_server: RedisServer) -> None:
-    """Closing twice is safe; asking afterwards is an error, not a new connection."""
+    """Closing twice is safe; a later call is an error, not a new connection."""
     storage = open_redis(redis_server.url)
     storage.close()
     storage.close()

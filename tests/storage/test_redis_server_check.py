@@ -1,4 +1,4 @@
-"""What the redis backend says of a server at start, and what it does with odd replies later."""
+"""What the redis backend reports about a server at start, and how it handles odd replies."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ FORM = make_format(block_bytes=BLOCK_BYTES)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of the test's own."""
+    """A separate server."""
     server = RedisServer(tmp_path)
     yield server
     server.stop()
@@ -64,7 +64,7 @@ def test_cluster_mode_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sentinel_is_refused(tmp_path: Path) -> None:
-    """By what the server says of itself, and by the form of the URL."""
+    """By the server's own description, and by the form of the URL."""
     (tmp_path / "sentinel.conf").touch()
     server = RedisServer(tmp_path, "--sentinel", config=tmp_path / "sentinel.conf")
     with pytest.raises(ConfigError, match="Redis Sentinel, which holds no data"):
@@ -76,7 +76,7 @@ def test_a_sentinel_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_rights_are_named_with_the_grant(server: RedisServer) -> None:
-    """Every command that is used later is tried once; the message says what to run."""
+    """Every command that is used later is tried once; the message has the command to run."""
     tell(
         server.url,
         *[
@@ -128,7 +128,7 @@ def test_eviction_that_does_not_bound_the_store_is_a_warning(
     sentence: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It works, and will be full or too large one day."""
+    """It works, but will be full or too large one day."""
     tell(server.url, "CONFIG", "SET", *settings)
 
     open_redis(server.url, **more).close()
@@ -141,8 +141,8 @@ def test_eviction_that_does_not_bound_the_store_is_a_warning(
 def test_values_of_another_program_are_a_warning_and_a_miss(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A list under the name of a block: it is removed like any damaged block, and other blocks
-    of the same batch are served."""
+    """A list under the name of a block is removed like a damaged block; other blocks of the
+    batch are served."""
     storage = open_redis(server.url)
     keys = make_keys(3)
     write_run(storage, [keys[0], keys[2]], BLOCK_BYTES)
@@ -163,8 +163,8 @@ def test_values_of_another_program_are_a_warning_and_a_miss(
 def test_a_read_only_replica_serves_reads(
     server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """READONLY stops writes only: the breaker of writes opens, reads and damaged blocks too are
-    answered."""
+    """READONLY stops only writes: the write breaker opens; reads are answered, also for damaged
+    blocks."""
     folder = tmp_path / "replica"
     folder.mkdir()
     primary = open_redis(server.url)
@@ -194,7 +194,7 @@ def test_a_read_only_replica_serves_reads(
 
 
 def test_a_user_without_a_password_is_a_mistake_in_the_url() -> None:
-    """It would be logged in as the default user."""
+    """It would log in as the default user."""
     with pytest.raises(ConfigError, match="has a user and no password"):
         open_redis("redis://worker@127.0.0.1:6379")
 
@@ -251,7 +251,7 @@ class Parrot:
 
 @pytest.mark.parametrize("answer", MALFORMED)
 def test_malformed_replies_are_storage_errors(answer: bytes) -> None:
-    """Of any call: never a ValueError, never a block."""
+    """For any call: never a ValueError, never a block."""
     parrot = Parrot(answer)
     storage = RedisStorage(RedisConfig(url=parrot.url), FORM, SystemClock())
     keys, views = make_keys(1), [memoryview(bytearray(BLOCK_BYTES))]
@@ -302,7 +302,7 @@ def server_bytes(url: str) -> int:
 def test_warnings_name_the_server_without_its_password(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logs are read by many."""
+    """Many people read logs."""
     tell(server.url, *["ACL", "SETUSER", "worker", "on", ">secretword", "~*", "+@all"])
     with caplog.at_level(logging.WARNING):
         open_redis(f"redis://worker:secretword@127.0.0.1:{server.port}").close()

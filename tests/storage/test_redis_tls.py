@@ -77,7 +77,7 @@ def open_tls(url: str, **settings: str) -> StorageBackend:
 
 
 def test_blocks_travel_with_client_certificates(url: str, authority: Authority) -> None:
-    """Both sides prove who they are; large batches go both ways."""
+    """Both sides authenticate; large batches go in both directions."""
     cert, key = authority.issue("client")
     storage = open_tls(
         url, tls_ca_file=authority.path("ca.pem"), tls_cert_file=cert, tls_key_file=key

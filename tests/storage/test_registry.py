@@ -1,4 +1,4 @@
-"""Backends by name, settings by name, and sentences for what is wrong."""
+"""Backends by name, settings by name, and error messages."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ OPENING = Opening(format=make_format())
 
 
 class OwnStorage(MemoryStorage):
-    """Somebody's plug-in."""
+    """A plug-in."""
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> "OwnStorage":
@@ -59,7 +59,7 @@ def test_a_backend_of_ones_own_is_named_by_module_and_class() -> None:
     ],
 )
 def test_mistakes_are_sentences(name: str, settings: dict[str, Any], sentence: str) -> None:
-    """Raised before serving starts, and saying what to change."""
+    """Raised before serving starts, with what to change."""
     with pytest.raises(ConfigError) as caught:
         open_storage(name, settings, OPENING)
     assert sentence in str(caught.value)
@@ -77,12 +77,12 @@ def test_a_url_that_is_wrong_does_not_show_its_password() -> None:
     [(4096, 4096), ("4096", 4096), ("512MiB", 1 << 29), ("16 GB", 16 << 30), ("1.5k", 1536)],
 )
 def test_sizes_are_written_as_people_write_them(text: str | int, num_bytes: int) -> None:
-    """A unit is a power of 1024, whatever it is called."""
+    """A unit is a power of 1024, whatever its name."""
     assert parse_bytes(text) == num_bytes
 
 
 def test_mooncake_is_configured_in_its_own_words(tmp_path: Path) -> None:
-    """Settings win over the environment, and that over the file of MOONCAKE_CONFIG_PATH."""
+    """Settings override the environment, which overrides the file of MOONCAKE_CONFIG_PATH."""
     file = tmp_path / "mooncake.json"
     file.write_text(
         '{"master_server_address": "file:1", "global_segment_size": "2gb", "device_name": "d",'
@@ -102,6 +102,6 @@ def test_mooncake_is_configured_in_its_own_words(tmp_path: Path) -> None:
 
 
 def test_a_mooncake_file_that_cannot_be_read_is_named() -> None:
-    """Not silently left out."""
+    """It is not silently ignored."""
     with pytest.raises(ConfigError, match="MOONCAKE_CONFIG_PATH '/no/such'"):
         mooncake_config({}, {"MOONCAKE_CONFIG_PATH": "/no/such"})

@@ -19,14 +19,14 @@ KEYS = make_keys(12)
 
 
 def num_lost(storage: FileStorage) -> int:
-    """Slots that are neither found nor free."""
+    """Slots that are neither findable nor free."""
     index = storage._index
     total = sum(slab.geometry.num_slots for slab in index.slabs)
     return total - index.num_blocks - len(index._free)
 
 
 def write_twice(make_file: MakeFile) -> tuple[FileStorage, FileStorage]:
-    """Two owners that wrote the same blocks: neither looked after the other had begun."""
+    """Two owners that wrote the same blocks: neither checked after the other had begun."""
     first, second = make_file(), make_file()
     second._look = lambda keys, deadline: None  # type: ignore[method-assign]
     assert write_run(first, KEYS, FILE_BLOCK_BYTES) == [BlockWrite.WRITTEN] * 12
@@ -49,7 +49,7 @@ def test_taking_over_a_slab_frees_its_copies(make_file: MakeFile) -> None:
 
 
 def test_a_restart_frees_copies(make_file: MakeFile) -> None:
-    """Also those that an older version left behind: the next process has every slot."""
+    """Including copies of an older version: the next process has every slot."""
     for storage in write_twice(make_file):
         storage.close()
     del storage
@@ -65,7 +65,7 @@ def test_a_restart_frees_copies(make_file: MakeFile) -> None:
 
 
 def test_a_slab_taken_over_during_a_write_loses_no_slot(make_file: MakeFile) -> None:
-    """The slab brings the very block that is being written: the slot of one copy is free."""
+    """The slab contains the block that is being written: the slot of one copy is freed."""
     first, second = make_file(), make_file()
     [key] = make_keys(1, run="new")
     write_run(first, [key], FILE_BLOCK_BYTES)
@@ -117,7 +117,7 @@ def test_two_processes_race_for_the_same_keys(tmp_path: Path) -> None:
 def test_verify_finds_copies_and_repair_frees_them(
     make_file: MakeFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the damaged blocks; a slab that a process owns is reported and left alone."""
+    """Together with damaged blocks; a slab with an owner is reported and not changed."""
     first, second = write_twice(make_file)
     folder = tmp_path / "blocks"
     damage(FileMedium(folder), KEYS[:1], Fault.FLIPPED_BIT)

@@ -1,4 +1,5 @@
-"""Makes a double importable under a package's name, with a version, where it is not installed."""
+"""Makes a double importable under a package's name and version, if the package is not
+installed."""
 
 import sys
 from email.message import Message
@@ -54,6 +55,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install_double(package: str, distribution: str, version: str, double: ModuleType) -> None:
-    """Unless the real package is there."""
+    """Install the double, unless the real package exists."""
     if find_spec(package) is None:
         sys.meta_path.append(_Finder(package, distribution, version, double))
