@@ -147,7 +147,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if request is None or self._kv_cache_manager is None:
             return
         total = computed + scheduler_output.num_scheduled_tokens.get(name, 0)
-        hashes = self._hashes(request, total // self._shape.block_tokens)
+        num_blocks = total // self._shape.block_tokens
+        if num_blocks <= self.tier.num_saved(name):
+            return  # most steps complete no block
+        hashes = self._hashes(request, num_blocks)
         if hashes:
             block_ids = self._kv_cache_manager.get_block_ids(name)[0]
             self.tier.save(name, hashes, block_ids)
@@ -206,9 +209,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM adds those of the scheduler, where writes wait, to those of the workers."""
         if self._tier is not None:
             return self._totals.take(sample_writes(self._tier.waiting))
-        if self._worker is None or self._worker.storage is None:
+        if self._worker is None or not self._worker.take_changed():
             return None
         storage = self._worker.storage
+        assert storage is not None, "only jobs of storage change its stats"
         block_bytes = self._worker.slab.block_bytes
         return self._totals.take(sample_storage(storage.stats(), storage.links, block_bytes))
 

@@ -57,6 +57,7 @@ class ConnectorWorker:
         self._lost: dict[JobId, int] = {}
         """Read orders that took too long; their slots may still be touched."""
         self._report = RankReport()
+        self._changed = False
         self._arrived: set[str] = set()
         self._failed: set[int] = set()
 
@@ -83,6 +84,7 @@ class ConnectorWorker:
         """Loads that ended since the last call."""
         if self.storage is not None:
             for outcome in self.storage.take():
+                self._changed = True
                 self._finish(outcome)
         arrivals = LoadArrivals(self._arrived, self._failed)
         self._arrived, self._failed = set(), set()
@@ -92,6 +94,11 @@ class ConnectorWorker:
         """Orders that ended since the last call, for the scheduler's side."""
         report, self._report = self._report, RankReport()
         return report if report.ended else None
+
+    def take_changed(self) -> bool:
+        """Whether a storage job has ended since the last call, so that stats are new."""
+        changed, self._changed = self._changed, False
+        return changed
 
     def close(self) -> None:
         """End without waiting for running storage calls."""

@@ -131,7 +131,7 @@ class HostTier:
         """Blocks that can be loaded after the first `start`; None while that is not known
         yet."""
         request = self._request(name)
-        if request.saving or request.loading is not None:
+        if request.saving or request.loading is not None or self._is_asking(request):
             return None
         match = self._cache.match(self._path(request, hashes))
         in_host = match.device_blocks
@@ -141,7 +141,7 @@ class HostTier:
         if request.found is None:
             if request.lookup is None:
                 self._ask(request, hashes, base)
-            if self._clock.now() - request.asked_s < self._config.lookup_timeout_s:
+            if self._is_asking(request):
                 return None
             request.found = 0
         # Storage was asked about blocks from a certain position on; earlier ones may have left
@@ -195,6 +195,11 @@ class HostTier:
         request.saving[number] = _Save(path, slots, hashes[:end])
         self._saves[number] = request
         self._orders.saves.append(SaveOrder(number, block_ids[start:end], slots.tolist()))
+
+    def num_saved(self, name: str) -> int:
+        """Leading blocks of the request that are in the host tier or on their way there."""
+        request = self._requests.get(name)
+        return 0 if request is None else request.num_saved
 
     def finish(self, name: str, prompt_tokens: int, output_tokens: int) -> None:
         """vLLM has finished or aborted the request."""
@@ -250,6 +255,11 @@ class HostTier:
         request.asked_at, request.asked_s = start, self._clock.now()
         self._lookups[request.lookup] = request
         self._orders.lookups.append(LookupOrder(request.lookup, hashes[start:]))
+
+    def _is_asking(self, request: _Running) -> bool:
+        """Whether storage may still answer. vLLM asks in every step, so this is cheap."""
+        waits = request.lookup is not None and request.found is None
+        return waits and self._clock.now() - request.asked_s < self._config.lookup_timeout_s
 
     def _lease(self, request: _Running, path: TokenPath) -> Lease:
         """A lease on the blocks of `path` in the host tier; the request's own lease, if it has
