@@ -1,8 +1,17 @@
 """Doubles of the engines for which plug-ins are made, if they are not installed."""
 
+import torch
+
 from tests.plugins.doubles import dynamo_double, sglang_double, vllm_double
-from tests.plugins.doubles.finder import install_double
+from tests.plugins.doubles.finder import install_double, is_real
 
 install_double("vllm", "vllm", "0.32.0", vllm_double)
 install_double("sglang", "sglang", "0.5.23", sglang_double)
 install_double("dynamo", "ai-dynamo", "1.6.1", dynamo_double)
+
+# SGLang imports torchvision, whose compiled operators need another build of torch. Two of them must
+# at least have a signature. The library object keeps it defined.
+_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
+if is_real("sglang"):
+    for _name in ("nms", "qnms"):
+        _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

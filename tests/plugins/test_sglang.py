@@ -191,3 +191,12 @@ def test_what_is_unknown_or_not_supported_is_refused(make_backend, settings, mes
     """At the start, with what to do."""
     with pytest.raises(ConfigError, match=message):
         make_backend(**settings)
+
+
+def test_a_model_with_another_pool_than_its_kv_cache_is_refused(make_backend):
+    """Its prefixes could never be restored, so SGLang fails at the start and not in a thread."""
+    backend, pool = make_backend()
+
+    backend.register_mem_host_pool_v2(pool, "kv")
+    with pytest.raises(ConfigError, match="a pool 'mamba' beside its KV cache"):
+        backend.register_mem_host_pool_v2(pool, "mamba")

@@ -83,6 +83,15 @@ class HeadwaterHiCache(HiCacheStorage):
             guarded, block_bytes, slice_blocks=_SLICE_BLOCKS, num_slices=_NUM_SLICES
         )
 
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
+        """SGLang names every pool that a model needs. A prefix without all of them is of no use, so
+        a model with others than the KV cache is refused at the start."""
+        if str(host_pool_name) != "kv":
+            raise ConfigError(
+                f"the model keeps a pool {str(host_pool_name)!r} beside its KV cache, which this "
+                "backend does not store; use another --hicache-storage-backend for it"
+            )
+
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:  # noqa: ANN401 - SGLang's
         """Leading pages that are complete in storage."""
         try:
@@ -182,7 +191,7 @@ class HeadwaterHiCache(HiCacheStorage):
         return BlockIdentity(
             engine=f"sglang {self._version}",
             weights=identify_weights(model, None, self._config.weights),
-            dtype=str(getattr(pool, "dtype", "")),
+            dtype=_dtype(pool),
             layout=f"{pool.layout} {self._pieces} x {block_bytes} bytes, {shape}",
             shard=(
                 f"tp {rank}, pp {sizes.pp_rank} of {sizes.pp_size}, cp {sizes.attn_cp_rank} of "
@@ -257,6 +266,14 @@ def _view(address: int, size: int) -> memoryview:
 
 def _tensor_view(tensor: Any) -> memoryview:  # noqa: ANN401 - a contiguous CPU tensor
     return _view(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _dtype(pool: Any) -> str:  # noqa: ANN401 - SGLang's
+    """Element type of a host pool; empty where it does not say."""
+    dtype = getattr(pool, "dtype", None) or getattr(
+        getattr(pool, "kv_buffer", None), "dtype", ""
+    )
+    return str(dtype)
 
 
 def _pool_memory(pool: Any) -> memoryview | None:  # noqa: ANN401 - SGLang's

@@ -33,11 +33,11 @@ class _Finder(MetaPathFinder, Loader):
     def __init__(
         self, package: str, distribution: str, version: str, double: ModuleType
     ) -> None:
-        self._package, self._double = package, double
+        self.package, self._double = package, double
         self._distribution, self._version = distribution, version
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname.split(".")[0] != self._package:
+        if fullname.split(".")[0] != self.package:
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
@@ -58,3 +58,9 @@ def install_double(package: str, distribution: str, version: str, double: Module
     """Install the double, unless the real package exists."""
     if find_spec(package) is None:
         sys.meta_path.append(_Finder(package, distribution, version, double))
+
+
+def is_real(package: str) -> bool:
+    """Whether `package` itself is installed, and no double stands for it."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
+    return all(finder.package != package for finder in finders)
