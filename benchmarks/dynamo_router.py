@@ -37,10 +37,11 @@ _MODEL = "m"
 class Cluster:
     """The processes: a router of each kind, with two workers each. Ends them all."""
 
-    def __init__(self, folder: Path, num_blocks: int, verbose: bool) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._folder = folder
-        self._blocks = num_blocks
-        self._verbose = verbose
+        self._blocks = options.blocks
+        self._flags = options.frontend_flags.split()
+        self._verbose = options.verbose
         self._running: list[subprocess.Popen[bytes]] = []
         self.dynamo_url = f"http://127.0.0.1:{_free_port()}"
         self.router_url = f"http://127.0.0.1:{_free_port()}"
@@ -70,7 +71,8 @@ class Cluster:
             "zmq",
         ]
         place = ["--http-host", "127.0.0.1", "--http-port", _port(self.dynamo_url)]
-        self._run(["dynamo.frontend", *planes, *place, "--router-mode", "kv"], environ)
+        mode = ["--router-mode", "kv", *self._flags]
+        self._run(["dynamo.frontend", *planes, *place, *mode], environ)
 
     def stop(self) -> None:
         for process in reversed(self._running):
@@ -202,10 +204,13 @@ def main() -> None:
     )
     parser.add_argument("--growth", type=int, default=120, help="characters of each later one")
     parser.add_argument("--blocks", type=int, default=1200, help="KV blocks of each engine")
+    parser.add_argument(
+        "--frontend-flags", default="", help="further flags of Dynamo's frontend, as one string"
+    )
     parser.add_argument("--verbose", action="store_true", help="show messages of all processes")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="dynamo-router-"))
-    cluster = Cluster(folder, options.blocks, options.verbose)
+    cluster = Cluster(folder, options)
     try:
         cluster.start()
         result = asyncio.run(measure(cluster, options))
