@@ -205,7 +205,9 @@ def main() -> None:
     parser.add_argument("--growth", type=int, default=120, help="characters of each later one")
     parser.add_argument("--blocks", type=int, default=1200, help="KV blocks of each engine")
     parser.add_argument(
-        "--frontend-flags", default="", help="further flags of Dynamo's frontend, as one string"
+        "--frontend-flags",
+        default="--router-prefill-load-scale 8",
+        help="further flags of Dynamo's frontend, as one string (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="show messages of all processes")
     options = parser.parse_args()
