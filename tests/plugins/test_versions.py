@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from headwater.errors import ConfigError
@@ -17,7 +16,7 @@ from tests.plugins.doubles.finder import is_real
 
 
 def make_tier():
-    HeadwaterTier(SimpleNamespace(config=None), memoryview(np.zeros((2, 8), np.uint8)), "t")
+    HeadwaterTier(SimpleNamespace(config=None), memoryview(bytearray(16)), "t")
 
 
 def make_connector():
