@@ -182,6 +182,44 @@ def test_the_write_queue_has_only_nodes_of_the_tree():
     assert len(list(cache._writes.queued(Tier.HOST))) <= 8
 
 
+def test_a_write_looks_at_few_of_many_queued_nodes(monkeypatch):
+    """A long queue costs a step nothing: one block is planned without a look at the others."""
+
+    class Counting(dict):
+        num_seen = 0
+
+        def items(self):
+            for item in super().items():
+                Counting.num_seen += 1
+                yield item
+
+    cache = make_stored(device_blocks=2_000, host_blocks=2_000)
+    for number in range(1_000):
+        serve(cache, make_path(number))
+    monkeypatch.setattr(cache._writes, "_to_host", Counting(cache._writes._to_host))
+
+    (plan,) = cache.plan_offloads(limit_blocks=1, limit_stored=0, now=0.0)
+
+    assert plan.num_blocks == 1
+    assert Counting.num_seen <= 100
+
+
+def test_every_queued_node_is_written_though_the_queue_changes_meanwhile():
+    """More nodes than are looked at together, some of them with a write in flight."""
+    cache = make_stored(device_blocks=2_000, host_blocks=2_000)
+    for number in range(300):
+        serve(cache, make_path(number, number + 1_000))
+    started = cache.plan_offloads(limit_blocks=101, limit_stored=0, now=0.0)
+
+    plans = cache.plan_offloads(limit_blocks=9_999, limit_stored=0, now=0.0)
+
+    for plan in (*started, *plans):
+        cache.finish_job(done(plan), now=0.0)
+    write_down(cache)
+    cache.check()
+    assert cache.pool_stats(Tier.HOST).cached == 600
+
+
 def test_a_split_keeps_both_halves_in_the_write_queue():
     """A request that diverges inside a queued node does not cancel the write of its head."""
     cache = make_cache(8, host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH)

@@ -19,6 +19,7 @@ a node from the queue together with its blocks, so the queue never outgrows the 
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from headwater.cache.config import CacheConfig
@@ -41,6 +42,9 @@ _BURST_MEMORY = 0.99
 
 _LOOKS = 16
 """The window is searched again when one part in this many of it has been used."""
+
+_PIECE = 64
+"""Queued nodes that are looked at together."""
 
 _POLICIES = (WritePolicy.AUTO, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK)
 
@@ -241,11 +245,16 @@ class WriteQueue:
     def host_candidates(self) -> Iterator[HostWrite]:
         """Nodes with device blocks to write. When it was read to the end, the whole window is
         written."""
-        for node, may_evict in list(self._to_host.items()):
-            if len(node.host) >= len(node.device):
-                self._to_host.pop(node, None)
-            elif not node.jobs:
-                yield HostWrite(node, may_evict=may_evict)
+        queue, num_kept = self._to_host, 0
+        # In short pieces: the caller takes a few nodes and changes the queue meanwhile, and there
+        # may be tens of thousands.
+        while piece := list(islice(queue.items(), num_kept, num_kept + _PIECE)):
+            for node, may_evict in piece:
+                if len(node.host) >= len(node.device):
+                    queue.pop(node, None)
+                elif not node.jobs:
+                    yield HostWrite(node, may_evict=may_evict)
+                num_kept += node in queue
         if self.window.is_due:
             for node in self._unwritten_victims():
                 yield HostWrite(node, may_evict=True, is_next_victim=True)
