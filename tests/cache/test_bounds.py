@@ -185,7 +185,7 @@ def test_the_write_queue_has_only_nodes_of_the_tree():
 def test_a_write_looks_at_few_of_many_queued_nodes(monkeypatch):
     """A long queue costs a step nothing: one block is planned without a look at the others."""
 
-    class Counting(dict):
+    class Counting(dict[object, bool]):
         num_seen = 0
 
         def items(self):
