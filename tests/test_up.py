@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from headwater.cli import main
+from headwater.cluster.control import ClusterFolder, ControlServer
 from headwater.testing.ports import free_port
 
 
@@ -33,6 +34,38 @@ def test_nothing_is_started_where_it_makes_no_sense(flags, words, capsys):
     assert main(["up", *flags]) == 1
 
     assert words in capsys.readouterr().err
+
+
+def test_a_command_without_a_name_means_the_only_cluster_that_runs(
+    tmp_path, monkeypatch, capsys
+):
+    """With two of them it is refused and names both, so that `down` never stops the wrong one."""
+    monkeypatch.setenv("HEADWATER_STATE", str(tmp_path))
+    stopped = []
+
+    def start(name):
+        folder = ClusterFolder(name)
+        folder.make()
+
+        def answer(command):
+            stopped.append(name)
+            command.answer({"name": name})
+
+        return ControlServer(folder.socket, answer)
+
+    one = start("default-2")
+    assert main(["down"]) == 0
+    assert stopped == ["default-2"]
+    other = start("default")
+    capsys.readouterr()
+    assert main(["down"]) == 1
+    assert "2 clusters are running: default, default-2; choose" in capsys.readouterr().err
+    assert main(["down", "--cluster", "default"]) == 0
+    assert stopped == ["default-2", "default"]
+    one.close()
+    other.close()
+    assert main(["down"]) == 1
+    assert "no cluster named 'default' is running" in capsys.readouterr().err
 
 
 @pytest.mark.slow

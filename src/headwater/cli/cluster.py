@@ -48,9 +48,7 @@ def _add(commands: "_SubParsersAction[ArgumentParser]", verb: str) -> ArgumentPa
         "down": "Stop a cluster: instances finish their requests first.",
     }
     parser = commands.add_parser(verb, description=about[verb], allow_abbrev=False)
-    parser.add_argument(
-        "--cluster", metavar="NAME", default="default", help="which one (default: default)"
-    )
+    parser.add_argument("--cluster", metavar="NAME", help="default: the one that runs")
     return parser
 
 
@@ -58,6 +56,7 @@ def run_cluster(options: Namespace) -> int:
     """Send the command to the running cluster and return the exit code."""
     from headwater.cluster.control import ask_cluster
 
+    options.cluster = options.cluster or _only_cluster()
     if options.command == "logs":
         return _logs(options)
     answer = ask_cluster(options.cluster, options.command, _arguments(options))
@@ -68,6 +67,20 @@ def run_cluster(options: Namespace) -> int:
     else:
         sys.stdout.write("\n".join(_table(answer["members"])) + "\n")
     return 0
+
+
+def _only_cluster() -> str:
+    """The cluster that a command without a name means. Raises ConfigError when several run, so that
+    no command reaches the wrong one."""
+    from headwater.cluster.control import running_clusters
+
+    running = running_clusters()
+    if len(running) > 1:
+        raise ConfigError(
+            f"{len(running)} clusters are running: {', '.join(running)}; choose one with "
+            "--cluster NAME"
+        )
+    return running[0] if running else "default"
 
 
 def _arguments(options: Namespace) -> dict[str, Any]:

@@ -83,8 +83,12 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
     parser.add_argument(
         "--gpus", metavar="N,N,…", help="a GPU for each instance, prefill first, by number"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address of the router")
-    parser.add_argument("--port", type=int, default=8100, help="port of the router")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8100, help="port of the router (default: 8100)"
+    )
     parser.add_argument(
         "--api-key",
         metavar="KEY",

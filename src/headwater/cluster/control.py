@@ -53,6 +53,12 @@ def state_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local/state") / "headwater/clusters"
 
 
+def running_clusters() -> list[str]:
+    """Names of the clusters of this user that run now."""
+    sockets = sorted(state_folder().glob("*/control"))
+    return [path.parent.name for path in sockets if is_answered(path)]
+
+
 class ControlServer:
     """Accepts commands for a supervisor."""
 
