@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from headwater.errors import ConfigError
-from headwater.server.cluster_auth import SIGNATURE_HEADER, ClusterAuth
+from headwater.server.cluster_auth import SIGNATURE_HEADER, ClusterAuth, check_digest
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.protocol import DIGEST_HEADER, TOKEN_HEADER
 from headwater.server.router.registry import MAX_GROUPS
@@ -98,16 +98,51 @@ def test_a_token_in_a_header_counts_on_loopback_and_over_tls_only():
     )
 
 
-def test_nonces_are_bounded():
-    """A flood of valid signatures does not grow the router's memory without limit."""
-    now = [0.0]
+def scope_of(headers, path="/instances"):
+    """A POST with these headers from another host."""
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    place = {"method": "POST", "path": path, "raw_path": path.encode()}
+    return place | {"headers": raw, "scheme": "http", "client": ("10.0.0.9", 1)}
+
+
+def test_nonces_are_bounded(monkeypatch):
+    """A flood of valid signatures does not grow the router's memory without limit, and none of
+    them is accepted again when its nonce was dropped."""
+    monkeypatch.setattr("headwater.server.cluster_auth._MAX_NONCES", 100)
+    now = [1000.0]
     auth = ClusterAuth(TOKEN, lambda: now[0])
-    for number in range(100_200):
-        auth._is_new(str(number), now[0])
-    assert len(auth._nonces) == 100_000
-    now[0] = 1000.0
-    auth._is_new("last", now[0])
-    assert list(auth._nonces) == ["last"]
+    scopes = []
+    for _ in range(150):
+        scopes.append(scope_of(auth.sign("POST", "/instances", {}).items()))
+        assert auth.verify(scopes[-1])
+        now[0] += 0.5
+    assert len(auth._nonces) == 100
+    assert not any(auth.verify(scope) for scope in scopes)
+    now[0] += 1000.0
+    assert auth.verify(scope_of(auth.sign("POST", "/instances", {}).items()))
+    assert len(auth._nonces) == 1
+
+
+@pytest.mark.parametrize("name", [DIGEST_HEADER, SIGNATURE_HEADER, TOKEN_HEADER])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_signed_header_that_is_sent_twice_is_no_signature(name, is_first):
+    """The one that is checked must be the one that is used: another body would pass."""
+    auth = ClusterAuth(TOKEN, lambda: 1000.0)
+    signed = list(auth.sign("POST", "/instances", {}, b"{}").items())
+    added = (name, hashlib.sha256(b"another").hexdigest())
+    twice = [added, *signed] if is_first else [*signed, added]
+    has_both = [entry for entry, _ in twice].count(name) == 2
+
+    assert auth.verify(scope_of(twice)) is not has_both
+    assert auth.verify(scope_of(signed)) is has_both
+
+
+@pytest.mark.parametrize("stamp", ["\xb2", "\xb9000", "-1", "1e3", "", "9" * 13])
+def test_a_stamp_that_is_no_number_is_refused(stamp):
+    """Also digits that are not ASCII, which int() does not read."""
+    auth = ClusterAuth(TOKEN, lambda: 1000.0)
+    assert not auth.verify(scope_of([(SIGNATURE_HEADER, f"v1 {stamp} a b")]))
+    assert not check_digest("\xb2", b"")
 
 
 @pytest.mark.parametrize("wrong", ["", "00" * 31, "0" * 63 + "g", "00" * 33, "AB" * 32, 7])

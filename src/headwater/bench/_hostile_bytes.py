@@ -119,11 +119,14 @@ def wrong_http(rng: random.Random, address: Address) -> int | None:
         f"authorization: Bearer {'k' * rng.choice([0, 40, 4000])}",
         "x-headwater-prefill: 127.0.0.1:1",
         "x-headwater-signature: 0,0,0",
+        "x-headwater-signature: v1 \xb2 a b",
         ": no name",
         "x-\x01: y",
     ]
     chosen = rng.sample(lines, rng.randint(0, len(lines)))
-    raw = (head + "\r\n".join(chosen) + "\r\n\r\n").encode() + rng.randbytes(rng.randint(0, 64))
+    raw = (head + "\r\n".join(chosen) + "\r\n\r\n").encode("latin-1") + rng.randbytes(
+        rng.randint(0, 64)
+    )
     return _exchange(address, _damaged(rng, raw) if rng.random() < 0.5 else raw)
 
 

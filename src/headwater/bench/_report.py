@@ -28,4 +28,6 @@ def _flat(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4f}"
+    if isinstance(value, list):
+        return " ".join(_shown(entry) for entry in value)
     return value if isinstance(value, str) else f"{value:,}"

@@ -96,7 +96,7 @@ def decode_json(raw: bytes, kind: type[S]) -> S:
 async def read_raw(request: Request, max_bytes: int) -> bytes:
     """The body as bytes. Raises RequestRefused with 413 before reading more than `max_bytes`."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
         raise _too_long(max_bytes)
     pieces: list[bytes] = []
     num_bytes = 0

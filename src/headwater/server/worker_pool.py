@@ -40,28 +40,37 @@ class WorkerPool:
         self._slots = asyncio.Semaphore(_MAX_WORKERS)
 
     async def ask(self, task: str, body: bytes, limit: int) -> bytes:
-        """The result of one task. Raises RequestRefused (413) when the worker fails."""
-        async with self._slots:
-            worker = self._idle.pop() if self._idle else await self._start()
-            try:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    result = await asyncio.get_running_loop().run_in_executor(
-                        self._threads, worker.ask, task.encode(), body, limit
-                    )
-            except BaseException as exc:
-                # A part of a result may be in its pipe, so it is not used again. A thread waits
-                # for its end, because the memory of a large process takes long to free.
+        """The result of one task. Raises RequestRefused (413) when the worker fails.
+
+        A request that is cancelled leaves its worker to finish: a client that sends bodies and
+        disconnects does not make the server start one process after another.
+        """
+        await self._slots.acquire()
+        worker = self._idle.pop() if self._idle else _Worker(self._module)
+        self._all.add(worker)
+        loop = asyncio.get_running_loop()
+        call = loop.run_in_executor(self._threads, worker.ask, task.encode(), body, limit)
+        deadline = loop.call_later(_TIMEOUT_S, _end_in_thread, worker)
+
+        def finished(call: "asyncio.Future[bytes]") -> None:
+            deadline.cancel()
+            self._slots.release()
+            if call.cancelled() or call.exception() is not None:
+                # Half a result may be in its pipe: it is not used again.
                 self._all.discard(worker)
-                threading.Thread(target=worker.end, name="worker-end", daemon=True).start()
-                if not isinstance(exc, OSError | EOFError | TimeoutError):
-                    raise
-                raise RequestRefused(
-                    f"the body could not be parsed within {_TIMEOUT_S:.0f} s and its memory "
-                    "limit; send a smaller one",
-                    status=413,
-                ) from exc
-            self._idle.append(worker)
-            return result
+                _end_in_thread(worker)
+            else:
+                self._idle.append(worker)
+
+        call.add_done_callback(finished)
+        try:
+            return await asyncio.shield(call)
+        except (OSError, EOFError, ValueError) as exc:
+            raise RequestRefused(
+                f"the body could not be parsed within {_TIMEOUT_S:.0f} s and the memory for "
+                "it; send a smaller one",
+                status=413,
+            ) from exc
 
     def close(self) -> None:
         """End the workers. Calling it twice is safe."""
@@ -71,30 +80,26 @@ class WorkerPool:
         self._idle.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _start(self) -> "_Worker":
-        """A new worker, started in a thread, because starting a process waits for its exec."""
-        worker = await asyncio.get_running_loop().run_in_executor(
-            self._threads, _Worker, self._module
-        )
-        self._all.add(worker)
-        return worker
+
+def _end_in_thread(worker: "_Worker") -> None:
+    """A thread waits for its end, because the memory of a large process takes long to free."""
+    threading.Thread(target=worker.end, name="worker-end", daemon=True).start()
 
 
 class _Worker:
-    """One worker process. `ask` waits for pipes without the interpreter lock."""
+    """One worker process, started by the first `ask`. The calls wait without the interpreter lock;
+    the start of a process waits for its exec."""
 
     def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Ctrl-C in a terminal is for the server, which ends the worker
-            start_new_session=True,
-        )
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_ended = False
+        self._lock = threading.Lock()
 
     def ask(self, task: bytes, body: bytes, limit: int) -> bytes:
         """Send a body and wait for the result. OSError or EOFError when the worker died."""
-        source, sink = self._process.stdout, self._process.stdin
+        process = self._started()
+        source, sink = process.stdout, process.stdin
         assert source is not None, "asked for a pipe"
         assert sink is not None, "asked for a pipe"
         head = len(task).to_bytes(1, "big") + task + limit.to_bytes(8, "big")
@@ -108,13 +113,31 @@ class _Worker:
         return result
 
     def end(self) -> None:
-        """Kill it; a thread that waits for it sees the end of its pipes."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        """Kill it; a thread that waits for it sees the end of its pipes. Safe to call twice."""
+        with self._lock:
+            self._has_ended = True
+            process = self._process
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # a part of a body is left in its buffer
                     pipe.close()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        with self._lock:
+            if self._has_ended:
+                raise EOFError("the worker has ended")
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", self._module],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends it
+                )
+            return self._process
 
 
 def serve_requests(work: Task) -> None:
