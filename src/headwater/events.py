@@ -1,4 +1,4 @@
-"""Changes of the cache as frozen values: blocks that became findable in a tier, and blocks that
+"""Changes of the cache as values: blocks that became findable in a tier, and blocks that
 left.
 
 Recorded by `cache.kv_event_log` when KV events are enabled, and published by `metrics`.
@@ -10,9 +10,13 @@ from typing import TypeAlias
 from headwater.types import BlockKey, Tier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BlocksStored:
-    """A run of blocks can be found in `tier` from now on."""
+    """A run of blocks can be found in `tier` from now on. Not modified after it is built.
+
+    Not frozen, because the engine loop builds one for each run and a frozen one takes three times
+    as long.
+    """
 
     tier: Tier
     keys: list[BlockKey]

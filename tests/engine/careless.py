@@ -12,7 +12,7 @@ from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
 from headwater.engine.wire import EngineStart
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.request import SequenceOutput
+from headwater.scheduler.results import StepOutputs
 from headwater.scheduler.scheduler import Scheduler
 from headwater.testing.engines import make_echo_info
 from headwater.testing.runners import EchoRunner
@@ -23,7 +23,7 @@ NUM_BLOCKS, BLOCK_TOKENS = 64, 16
 class CarelessCore(EngineCore):
     """Frees slots that are not its own any more."""
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> StepOutputs:
         slots = self._cache.take(1, now=0.0)
         assert slots is not None, "the pool is empty"
         self._cache.free(slots)

@@ -18,6 +18,7 @@ from headwater.engine.client import (
     ResetCache,
     ResetReport,
 )
+from headwater.engine.owners import RequestOwners
 from headwater.errors import EngineDead, ModelError, NotDrained, PromptTooLong
 from headwater.metrics.stats import EngineStats, TierStats
 from headwater.scheduler.request import (
@@ -27,6 +28,7 @@ from headwater.scheduler.request import (
     TokenLogprobs,
     Usage,
 )
+from headwater.scheduler.results import StepOutputs
 from headwater.testing.engines import make_echo_info
 from headwater.types import RequestId
 
@@ -97,6 +99,49 @@ def test_an_output_survives_the_journey():
 
     assert isinstance(message, wire.Outputs)
     assert wire.unpack_output(message.outputs[0]) == output
+
+
+def test_single_tokens_travel_as_two_columns_and_arrive_as_outputs():
+    """A step's outputs arrive unchanged, be they whole outputs or single tokens."""
+    last = SequenceOutput(RequestId("z"), [9], [None], "length")
+    outputs = StepOutputs([last])
+    names = [RequestId("a"), RequestId("b"), RequestId("c")]
+    kept = np.array([True, False, True])
+    outputs.add_tokens(names, np.array([5, -6, 70_000], dtype=np.int32), kept)
+
+    message = wire.decode_from_engine(wire.encode(wire.pack_outputs(outputs)))
+
+    assert isinstance(message, wire.Outputs)
+    assert len(message.outputs) == 1
+    expected = [
+        last,
+        *(SequenceOutput(RequestId(n), [t], [None]) for n, t in (("a", 5), ("c", 70_000))),
+    ]
+    assert list(wire.unpack_outputs(message)) == expected == list(outputs)
+
+
+def test_each_worker_gets_the_tokens_of_its_own_requests():
+    """A step is packed into one message a worker; tokens of aborted requests are left out."""
+    owners = RequestOwners()
+    for name, worker in (("a", b"1"), ("b", b"2"), ("c", b"1"), ("end", b"2")):
+        owners.add(name, worker)
+    outputs = StepOutputs([SequenceOutput(RequestId("end"), [4], [None], "stop", 4)])
+    names = [RequestId(name) for name in ("a", "gone", "b", "c")]
+    outputs.add_tokens(names, np.arange(4, dtype=np.int32), np.ones(4, dtype=np.bool_))
+
+    found = {
+        worker: [(o.request_id, o.tokens) for o in _unpacked(frame)]
+        for worker, frame in owners.pack(outputs)
+    }
+
+    assert found == {b"1": [("a", [0]), ("c", [3])], b"2": [("end", [4]), ("b", [2])]}
+    assert len(owners) == 3
+
+
+def _unpacked(frame: bytes) -> list[SequenceOutput]:
+    message = wire.decode_from_engine(frame)
+    assert isinstance(message, wire.Outputs)
+    return list(wire.unpack_outputs(message))
 
 
 def test_a_refusal_survives_the_journey():

@@ -13,6 +13,7 @@ from headwater.engine.core import EngineCore
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request, SamplingParams, SequenceOutput, Usage
+from headwater.scheduler.results import StepOutputs
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
 from headwater.storage.codec import BlockFormat
@@ -114,6 +115,9 @@ class Harness:
     stored: StorageBackend | None = None
     held: bool = False
     """Whether copies end only when the test says so."""
+    rows_from: int = 1
+    """With this many decoding sequences they are handled together; the real number would leave
+    that path out of small tests."""
     timeouts: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -141,6 +145,7 @@ class Harness:
             SchedulerConfig(**{**config, **self.settings}),  # type: ignore[arg-type]
             self.cache,
         )
+        self.scheduler._table.rows.min_sequences = self.rows_from
         self.runner = NotingRunner(
             num_blocks=self.num_blocks,
             block_tokens=self.block_tokens,
@@ -159,7 +164,7 @@ class Harness:
         mover = Mover(self.copier, workers, TransferConfig(**self.timeouts))
         self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> StepOutputs:
         """Run one turn, verify every invariant, and record the outputs."""
         outputs = self.core.step()
         self.clock.advance(STEP_S)

@@ -15,6 +15,10 @@ def _lose(harness: Harness, sequence: Sequence) -> None:
     harness.scheduler._table.decoding.remove(sequence)
 
 
+def _mix_up(harness: Harness, sequence: Sequence) -> None:
+    harness.scheduler._table.rows.sequences.clear()
+
+
 def _steal(harness: Harness, sequence: Sequence) -> None:
     harness.cache.take(1, now=0.0)
 
@@ -23,6 +27,7 @@ def _steal(harness: Harness, sequence: Sequence) -> None:
     ("damage", "complaint"),
     [
         (_lose, "in no list"),
+        (_mix_up, "decode rows"),
         (_steal, "held slots differ"),
         (lambda _, s: setattr(s, "num_computed", 999), "computed more than was scheduled"),
         (lambda _, s: setattr(s, "num_scheduled", 999), "beyond its slots"),

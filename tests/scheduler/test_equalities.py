@@ -84,6 +84,7 @@ def cases(draw, *, with_aborts: bool = False, late_share: float = 0.0) -> Case:
         num_blocks=least + draw(st.integers(0, 4)),
         block_tokens=block_tokens,
         depth=draw(st.sampled_from([1, 2])),
+        rows_from=draw(st.sampled_from([1, 1, 3, 99])),
         settings={
             "max_num_seqs": max_num_seqs,
             "max_batched_tokens": max_num_seqs + draw(st.integers(0, 24)),

@@ -15,7 +15,8 @@ from headwater.engine.collector import settle_collector
 from headwater.engine.owners import RequestOwners
 from headwater.scheduler.batch import StepResult
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.request import Request, SamplingParams, SequenceOutput
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.results import StepOutputs
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
 
@@ -44,22 +45,15 @@ def measure_steps(num_sequences: int, *, block: int, num_steps: int) -> dict[str
 def measure_encode(num_sequences: int, *, num_steps: int) -> dict[str, float]:
     """Median milliseconds to pack and encode a step's outputs, by the number of HTTP workers that
     share the sequences evenly."""
-    outputs = [
-        SequenceOutput(
-            request_id=RequestId(f"request-{number}"),
-            tokens=[number],
-            logprobs=[None],
-            finish_reason=None,
-            stop_token=None,
-            usage=None,
-        )
-        for number in range(num_sequences)
-    ]
+    request_ids = [RequestId(f"request-{number}") for number in range(num_sequences)]
+    outputs = StepOutputs([])
+    every = np.ones(num_sequences, dtype=np.bool_)
+    outputs.add_tokens(request_ids, np.arange(num_sequences, dtype=np.int32), every)
     took: dict[int, list[float]] = {count: [] for count in _WORKERS}
     owners = {count: RequestOwners() for count in _WORKERS}
     for count, entry in owners.items():
-        for number, output in enumerate(outputs):
-            entry.add(output.request_id, b"%d.0" % (number % count))
+        for number, request_id in enumerate(request_ids):
+            entry.add(request_id, b"%d.0" % (number % count))
     settle_collector()
     # interleaved, so that all are measured under the same conditions
     for _ in range(num_steps):
@@ -106,7 +100,7 @@ def _step(scheduler: Scheduler) -> tuple[float, float, float]:
     between = time.thread_time() - times[-1]
     outputs = scheduler.advance(result, now=0.0)
     times.append(time.thread_time() - between)
-    wire.encode(wire.Outputs([wire.pack_output(output) for output in outputs]))
+    wire.encode(wire.pack_outputs(outputs))
     times.append(time.thread_time() - between)
     schedule, advance, encode = np.diff(times)
     return float(schedule), float(advance), float(encode)

@@ -23,7 +23,8 @@ from headwater.metrics.kv_events import Pacer, encode_snapshot
 from headwater.metrics.prometheus import render
 from headwater.metrics.recorder import Recorder, RequestTimer
 from headwater.metrics.view import ViewLimits
-from headwater.scheduler.request import Request, SamplingParams, SequenceOutput
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.results import StepOutputs
 from headwater.types import BlockKey, RequestId, Tier
 
 _SCRAPE_EVERY_S = 15.0
@@ -103,7 +104,7 @@ def snapshot_holds_ms(num_tokens: int, *, block_tokens: int) -> list[float]:
     return holds
 
 
-def _time_steps(core: EngineCore, batch: int, steps: int) -> tuple[list[SequenceOutput], float]:
+def _time_steps(core: EngineCore, batch: int, steps: int) -> tuple[StepOutputs, float]:
     """The outputs of one decode step, and the microseconds of the median one."""
     for number in range(batch):
         core.add(
@@ -114,7 +115,7 @@ def _time_steps(core: EngineCore, batch: int, steps: int) -> tuple[list[Sequence
                 arrival_s=0.0,
             )
         )
-    outputs: list[SequenceOutput] = []
+    outputs = StepOutputs([])
     while len(outputs) < batch:
         outputs = core.step()
     times = []

@@ -2,7 +2,14 @@
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.host_log import AdoptedRun, HostArrival, HostChange, HostCleared
-from headwater.cache.keys import KeyScheme, MediaSpan, Namespace, TokenPath, media_by_block
+from headwater.cache.keys import (
+    KeyScheme,
+    MediaSpan,
+    Namespace,
+    PathKeys,
+    TokenPath,
+    media_by_block,
+)
 from headwater.cache.plan import (
     InFlight,
     Job,
@@ -47,6 +54,7 @@ __all__ = [
     "MissReason",
     "Namespace",
     "OffloadJob",
+    "PathKeys",
     "Removal",
     "TieredCache",
     "TokenPath",

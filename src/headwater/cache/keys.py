@@ -45,20 +45,45 @@ class MediaSpan(NamedTuple):
     digest: bytes
 
 
+class PathKeys:
+    """Block keys of the first blocks of one path, remembered for every user of the path.
+
+    Any thread may compute and remember them, because the entry is replaced as a whole. Keys of
+    another scheme, as after a reload of weights, are never returned.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: tuple[KeyScheme | None, list[BlockKey]] = (None, [])
+
+    def known(self, scheme: "KeyScheme") -> list[BlockKey]:
+        """The keys that are remembered, from the first block on. Not to be changed."""
+        owner, keys = self._known
+        return keys if owner is scheme else []
+
+    def remember(self, scheme: "KeyScheme", keys: list[BlockKey]) -> None:
+        """Keys of the first blocks; fewer than are known already change nothing."""
+        if len(keys) > len(self.known(scheme)):
+            self._known = scheme, keys
+
+
 class TokenPath:
     """The tokens of one sequence, whose full blocks are a path in the tree.
 
     A view: the array is neither copied nor changed, and must not change while it is used.
     """
 
-    __slots__ = ("media", "namespace", "tokens", "view")
+    __slots__ = ("keys", "media", "namespace", "tokens", "view")
 
     def __init__(
         self,
         tokens: Tokens | Sequence[int],
         namespace: Namespace = SHARED,
         media: Mapping[int, bytes] | None = None,
+        keys: PathKeys | None = None,
     ) -> None:
+        """`keys` is shared by paths of one sequence: same first tokens, namespace and media."""
         array = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, dtype=object)
         if array.dtype != np.int32 or not array.flags.c_contiguous or array.ndim != 1:
             array = _as_int32(array)
@@ -67,6 +92,7 @@ class TokenPath:
         self.namespace = namespace
         self.media = media or None
         """Media of each block that has any, by block index; see `media_by_block`."""
+        self.keys = keys or PathKeys()
 
     def num_blocks(self, block_tokens: int) -> int:
         """Full blocks; a trailing partial block has no identity yet."""
@@ -117,6 +143,21 @@ class KeyScheme:
         # adapter.
         encoded = b"".join(tag + struct.pack("<I", len(value)) + value for tag, value in fields)
         return BlockKey(hashlib.sha256(_DOMAIN + encoded).digest())
+
+    def of_path(self, path: TokenPath, num_blocks: int) -> list[BlockKey]:
+        """Keys of the first `num_blocks` blocks of `path`. Remembered ones are not computed again.
+
+        From any thread. Long prompts take milliseconds, so not on the engine loop.
+        """
+        known = path.keys.known(self)
+        start, stride = len(known), self.block_tokens * 4
+        if start < num_blocks:
+            last = known[-1] if known else self.root(path.namespace)
+            media = path.media and {i - start: m for i, m in path.media.items() if i >= start}
+            rest = path.view[start * stride : num_blocks * stride]
+            known = known + self.chain(last, rest, media)
+            path.keys.remember(self, known)
+        return known[:num_blocks]
 
     def chain(
         self, parent: BlockKey, tokens: bytes | memoryview, media: Mapping[int, bytes] | None

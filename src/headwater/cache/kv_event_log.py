@@ -55,11 +55,15 @@ class KVEventLog:
 
     def _stored(self, node: Node, tier: Tier, start: int, end: int) -> BlocksStored:
         namespace, stride = namespace_of(node), self._tree.stride
-        is_first = node.start + start == 0
+        keys, parent = self._tree.keys(node), None
+        if start:
+            parent = keys[start - 1]
+        elif node.start:
+            parent = self._tree.key_before(node, 0)
         return BlocksStored(
             tier=tier,
-            keys=self._tree.keys(node)[start:end],
-            parent=None if is_first else self._tree.key_before(node, start),
+            keys=keys[start:end],
+            parent=parent,
             tokens=b"" if namespace.salt else node.tokens[start * stride : end * stride],
             adapter=namespace.adapter,
             salt_id=self._tree.scheme.root(namespace)[-8:].hex() if namespace.salt else "",

@@ -13,6 +13,8 @@ The longest of the three is `num_blocks`: a block that left its last tier is not
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from headwater.cache.keys import KeyScheme, TokenPath
+from headwater.errors import InvariantError
 from headwater.types import EMPTY, BlockKey
 
 if TYPE_CHECKING:
@@ -126,3 +128,59 @@ class Node:
     def covered(self) -> int:
         """Leading blocks that are in some tier."""
         return max(len(self.device), len(self.host), self.num_stored)
+
+
+class NodeKeys:
+    """The block keys of the nodes of one tree: computed when first needed, then remembered.
+
+    A path that knows its keys, because another thread computed them, gives them to the nodes that
+    are made from it.
+    """
+
+    def __init__(self, scheme: KeyScheme) -> None:
+        self.scheme = scheme
+        self.stride = scheme.block_tokens * 4
+        """Bytes of the tokens of a block."""
+
+    def keys(self, node: Node) -> list[BlockKey]:
+        """The block keys of `node`, computed once and remembered."""
+        missing = []
+        at: Node | None = node
+        while at is not None and (at.keys is None or len(at.keys) < at.num_blocks):
+            missing.append(at)
+            at = at.parent
+        for late in reversed(missing):
+            self._compute_keys(late)
+        return node.keys or []
+
+    def key_before(self, node: Node, block: int) -> BlockKey:
+        """The key of the block before block `block` of `node`."""
+        if block:
+            return self.keys(node)[block - 1]
+        if node.parent is None:
+            raise InvariantError("no block is before a root")
+        return self.keys(node.parent)[-1]
+
+    def known_keys(self, path: TokenPath, start: int, count: int) -> list[BlockKey] | None:
+        """Keys of blocks [start, start + count) of `path`, where all are remembered."""
+        known = path.keys.known(self.scheme)
+        return known[start : start + count] if len(known) >= start + count else None
+
+    def _compute_keys(self, node: Node) -> None:
+        parent = node.parent
+        if parent is None or not parent.keys:
+            raise InvariantError("the keys of a node cannot be computed: its parent has none")
+        keys = node.keys or []
+        stride = self.stride
+        run = memoryview(node.tokens)[len(keys) * stride : node.num_blocks * stride]
+        media = node.media
+        if media is not None and keys:
+            media = shifted_media(media, len(keys), node.num_blocks - len(keys))
+        node.keys = keys + self.scheme.chain(keys[-1] if keys else parent.keys[-1], run, media)
+
+
+def shifted_media(
+    media: Mapping[int, bytes], block: int, count: int
+) -> dict[int, bytes] | None:
+    """The entries of `media` for blocks [block, block + count), renumbered from 0."""
+    return {i - block: m for i, m in media.items() if block <= i < block + count} or None

@@ -170,6 +170,11 @@ class CacheParts:
             sessions=self._sessions.stats(),
         )
 
+    @property
+    def key_scheme(self) -> KeyScheme:
+        """How block keys are computed at present; another one after a reload of weights."""
+        return self._tree.scheme
+
     def metadata_bytes(self) -> int:
         """Bytes that describe the device blocks: nodes, tokens, slots, and the pool's arrays.
         O(nodes): for benchmarks."""

@@ -207,14 +207,8 @@ class Lookup:
 
     def runs(self) -> list[list[BlockKey]]:
         """The keys to ask for, by path. Hashing is slow, so the executor calls this in its
-        own thread."""
-        stride, chain = self.scheme.block_tokens * 4, self.scheme.chain
-        return [
-            chain(
-                self.scheme.root(path.namespace), path.view[: num_blocks * stride], path.media
-            )
-            for path, num_blocks in self.questions
-        ]
+        own thread. The paths remember the keys, so that a commit does not compute them again."""
+        return [self.scheme.of_path(path, num_blocks) for path, num_blocks in self.questions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

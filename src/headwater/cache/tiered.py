@@ -294,6 +294,7 @@ class TieredCache(CacheParts):
             if num_blocks < 1:
                 raise CacheUseError(f"a lookup needs at least one block, got {num_blocks}")
             self._require_blocks(path, num_blocks)
+            self._tree.recall_keys(path, num_blocks)
         job = self._jobs.new_id()
         plan = Lookup(job=job, questions=asked, scheme=self._tree.scheme, owner=owner)
         self._planner.start(plan)

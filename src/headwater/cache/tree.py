@@ -5,12 +5,12 @@ knows structure only: which node follows which. Its owner decides which blocks a
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from headwater.cache.keys import SHARED, KeyScheme, Namespace, TokenPath
-from headwater.cache.node import Node
+from headwater.cache.node import Node, NodeKeys, shifted_media
 from headwater.cache.plan import MissReason
 from headwater.errors import InvariantError
 from headwater.types import BlockKey
@@ -18,7 +18,7 @@ from headwater.types import BlockKey
 _ROOTS_BEFORE_PRUNING = 4096
 
 
-class PrefixTree:
+class PrefixTree(NodeKeys):
     """One root per namespace; a child is found by the bytes of its first block.
 
     Invariant: siblings differ in their first block; a node starts where its parent ends;
@@ -26,7 +26,7 @@ class PrefixTree:
     """
 
     def __init__(self, scheme: KeyScheme) -> None:
-        self.scheme = scheme
+        super().__init__(scheme)
         self.version = 0
         """Increases with every change of structure or residency. A match is current while it
         has the same value."""
@@ -38,7 +38,6 @@ class PrefixTree:
         # deleted takes time proportional to the number of deletions.
         self.stored_only: OrderedDict[Node, None] = OrderedDict()
         """Nodes that are only in storage, oldest first. The evictor bounds their number."""
-        self.stride = scheme.block_tokens * 4
         self._next_uid = 0
         self._prune_at = _ROOTS_BEFORE_PRUNING
 
@@ -122,8 +121,9 @@ class PrefixTree:
         node.num_blocks = count
         alone = count == 1 and path.media is None
         node.tokens = first if alone else self._bytes(path, block, count)
+        node.keys = self.known_keys(path, block, count)
         if path.media is not None:
-            node.media = _shifted(path.media, block, count)
+            node.media = shifted_media(path.media, block, count)
         parent.children[first] = node
         self.num_nodes += 1
         self.version += 1
@@ -146,9 +146,11 @@ class PrefixTree:
         stride = self.stride
         tokens = node.tokens[: node.num_blocks * stride]
         if path.media is not None or node.media is not None:
-            added = _shifted(path.media or {}, node.end, count) or {}
-            kept = _shifted(node.media or {}, 0, node.num_blocks) or {}
+            added = shifted_media(path.media or {}, node.end, count) or {}
+            kept = shifted_media(node.media or {}, 0, node.num_blocks) or {}
             node.media = {**kept, **{i + node.num_blocks: m for i, m in added.items()}} or None
+        if node.keys and len(node.keys) == node.num_blocks:
+            node.keys += self.known_keys(path, node.end, count) or []
         node.tokens = tokens + self._bytes(path, node.end, count)
         node.num_blocks += count
         node.lost = None
@@ -258,21 +260,18 @@ class PrefixTree:
         self.num_nodes = 0
         self.version += 1
 
-    def keys(self, node: Node) -> list[BlockKey]:
-        """The block keys of `node`, computed once and remembered."""
-        missing = []
-        at: Node | None = node
-        while at is not None and (at.keys is None or len(at.keys) < at.num_blocks):
-            missing.append(at)
-            at = at.parent
-        for late in reversed(missing):
-            self._compute_keys(late)
-        return node.keys or []
-
-    def key_before(self, node: Node, block: int) -> BlockKey:
-        """The key of the block before block `block` of `node`."""
-        keys = self.keys(node)
-        return keys[block - 1] if block else node.parent.keys[-1]  # type: ignore[union-attr,index]  # not a root
+    def recall_keys(self, path: TokenPath, num_blocks: int) -> None:
+        """Let `path` remember the keys that cached blocks have; computes none."""
+        if len(path.keys.known(self.scheme)) >= num_blocks:
+            return
+        nodes, found = self.walk(path, num_blocks)
+        keys: list[BlockKey] = []
+        for node in nodes:
+            known = node.keys or []
+            keys += known[: node.num_blocks]
+            if len(known) < node.num_blocks:
+                break
+        path.keys.remember(self.scheme, keys[:found])
 
     def nodes(self) -> Iterator[Node]:
         """Every node except the roots, parents first."""
@@ -311,8 +310,8 @@ class PrefixTree:
             head.keys, tail.keys = tail.keys[:at], tail.keys[at:]
         if tail.media is not None:
             whole = tail.media
-            head.media = _shifted(whole, 0, at)
-            tail.media = _shifted(whole, at, tail.num_blocks - at)
+            head.media = shifted_media(whole, 0, at)
+            tail.media = shifted_media(whole, at, tail.num_blocks - at)
         tail.lost = None
         tail.start += at
         tail.num_blocks -= at
@@ -326,18 +325,6 @@ class PrefixTree:
                 self.stored_only[half] = None  # a known one keeps its position
         for job in tail.jobs:
             job.divide(head, tail, at)
-
-    def _compute_keys(self, node: Node) -> None:
-        parent = node.parent
-        if parent is None or not parent.keys:
-            raise InvariantError("the keys of a node cannot be computed: its parent has none")
-        keys = node.keys or []
-        stride = self.stride
-        run = memoryview(node.tokens)[len(keys) * stride : node.num_blocks * stride]
-        media = node.media
-        if media is not None and keys:
-            media = _shifted(media, len(keys), node.num_blocks - len(keys))
-        node.keys = keys + self.scheme.chain(keys[-1] if keys else parent.keys[-1], run, media)
 
     def _prune_roots(self) -> None:
         """Forget namespaces without blocks and without leases."""
@@ -369,11 +356,6 @@ def _move_sessions(node: Node, parent: Node | None) -> None:
         for session in moved:
             session.node = parent
         parent.sessions = moved if parent.sessions is None else parent.sessions | moved
-
-
-def _shifted(media: Mapping[int, bytes], block: int, count: int) -> dict[int, bytes] | None:
-    """The entries of `media` for blocks [block, block + count), renumbered from 0."""
-    return {i - block: m for i, m in media.items() if block <= i < block + count} or None
 
 
 def _common_media(node: Node, path: TokenPath, block: int, count: int) -> int:

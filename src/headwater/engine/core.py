@@ -28,6 +28,7 @@ from headwater.engine.client import (
     Resume,
 )
 from headwater.engine.feed import Feed
+from headwater.engine.key_hasher import KeyHasher
 from headwater.engine.maintenance import REFUSALS, Reload, Resets, Then, WeightReload
 from headwater.engine.pace import RateEstimator
 from headwater.engine.stats import engine_stats
@@ -35,7 +36,8 @@ from headwater.errors import EngineDead, HeadwaterError, RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
-from headwater.scheduler.request import Request, SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.scheduler.results import StepOutputs
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.completions import CompletionQueue
 from headwater.transfer.mover import Mover
@@ -99,6 +101,8 @@ class EngineCore:
         self._num_received = 0
         """Outcomes and messages received since the start."""
         self._feed: Feed | None = None
+        self.hasher: KeyHasher | None = None
+        """Hashes prompts ahead, where the loop needs keys that no lookup in storage computes."""
         self.record_host: Callable[[], None] | None = None
         """Records the blocks that arrive on the host, for the next engine."""
         self._reload = WeightReload(scheduler)
@@ -116,9 +120,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something. If not, the caller may sleep for `sleep_s`."""
-        if self.failure is not None:
-            return True
-        if self._scheduler.has_work or self._reload.is_ready:
+        if self.failure is not None or self._scheduler.has_work or self._reload.is_ready:
             return True
         if not self._has_tiers and self._peers is None:
             return False
@@ -143,7 +145,9 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take a request, or raise RequestError if it can never be served."""
         if not request.prefill:
-            self._scheduler.add(request)
+            sequence = self._scheduler.add(request)
+            if self.hasher is not None:
+                self.hasher.hash_ahead(sequence.path())
         elif self._peers is None:
             raise RequestError(
                 "the request names a prefill instance, but this instance takes part in no "
@@ -170,7 +174,7 @@ class EngineCore:
     def reset_cache(self, tiers: Collection[str] = MEMORY, then: Then | None = None) -> None:
         """Remove all cached blocks of `tiers`. `then` gets the report, now or some steps later.
         Running requests keep their blocks."""
-        self._resets.begin(tiers, then or _ignore, now=self._clock.now())
+        self._resets.begin(tiers, then or (lambda report: None), now=self._clock.now())
 
     def allow_reload(self, reload: Reload) -> None:
         """Let `reload` read other weights while the engine runs."""
@@ -201,7 +205,7 @@ class EngineCore:
         except REFUSALS as exc:
             refuse(exc)
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> StepOutputs:
         """Run one turn: finish transfer jobs, schedule and submit a step, collect the oldest
         step, and return the outputs."""
         if self.failure is not None:
@@ -302,10 +306,9 @@ class EngineCore:
 
     def close(self) -> None:
         """Stop the executors and release the runner's device. Calling it twice is safe."""
-        if self._feed is not None:
-            self._feed.close()
-        if self._peers is not None:
-            self._peers.close()
+        for part in (self._feed, self.hasher, self._peers):
+            if part is not None:
+                part.close()
         self._mover.close()
         self._runner.close()
 
@@ -394,7 +397,3 @@ class EngineCore:
 
 def _answer_reset(answer: Answer, report: ResetReport) -> None:
     answer(report, None if report.refusal is None else RequestError(report.refusal))
-
-
-def _ignore(report: ResetReport) -> None:
-    """For callers that need no report."""

@@ -155,9 +155,9 @@ class AsyncEngine:
 
     def _receive(self, message: wire.FromEngine) -> None:
         match message:
-            case wire.Outputs(outputs):
-                for entry in outputs:
-                    self._deliver(entry)
+            case wire.Outputs():
+                for output in wire.unpack_outputs(message):
+                    self._deliver(output)
             case wire.Refusal(request_id, kind, sentence):
                 if (mailbox := self._mailboxes.get(request_id)) is not None:
                     mailbox.fail(wire.rebuild_error(kind, sentence))
@@ -168,10 +168,10 @@ class AsyncEngine:
             case wire.InfoChanged(info):
                 self._info = info
 
-    def _deliver(self, entry: wire.Output) -> None:
-        mailbox = self._mailboxes.get(entry.request_id)
+    def _deliver(self, output: SequenceOutput) -> None:
+        mailbox = self._mailboxes.get(output.request_id)
         if mailbox is not None:  # the client of a request that was aborted is gone
-            mailbox.put(wire.unpack_output(entry))
+            mailbox.put(output)
 
     def _disconnect(self) -> None:
         socket, self._socket = self._socket, None

@@ -1,9 +1,8 @@
 """Which HTTP worker owns each live request, and a step's outputs packed for each worker."""
 
-from collections.abc import Sequence
-
 from headwater.engine import wire
-from headwater.scheduler.request import SequenceOutput
+from headwater.scheduler.results import StepOutputs
+from headwater.types import RequestId
 
 
 class RequestOwners:
@@ -30,19 +29,36 @@ class RequestOwners:
             del self._workers[request_id]
         return lost
 
-    def pack(self, outputs: Sequence[SequenceOutput]) -> list[tuple[bytes, bytes]]:
+    def pack(self, outputs: StepOutputs) -> list[tuple[bytes, bytes]]:
         """One message for each worker that has outputs in this step. Each output is packed once,
         so the cost does not depend on the number of workers."""
         parts: dict[bytes, list[wire.Output]] = {}
         workers = self._workers
-        for output in outputs:
+        for output in outputs.others:
             if output.finish_reason is None:
                 worker = workers.get(output.request_id)
             else:
                 worker = workers.pop(output.request_id, None)
-            if worker is None:
-                continue  # aborted meanwhile
-            if worker not in parts:
-                parts[worker] = []
-            parts[worker].append(wire.pack_output(output))
-        return [(worker, wire.encode(wire.Outputs(part))) for worker, part in parts.items()]
+            if worker is not None:  # else it was aborted meanwhile
+                parts.setdefault(worker, []).append(wire.pack_output(output))
+        rows = self._rows_by_worker(outputs.request_ids)
+        messages = []
+        for worker in parts.keys() | rows.keys():
+            mine = rows.get(worker, [])
+            message = wire.Outputs(
+                parts.get(worker, []),
+                [outputs.request_ids[row] for row in mine],
+                wire.pack_tokens(outputs.tokens[mine]),
+            )
+            messages.append((worker, wire.encode(message)))
+        return messages
+
+    def _rows_by_worker(self, request_ids: list[RequestId]) -> dict[bytes, list[int]]:
+        """Which of `request_ids` each worker owns. Those of aborted requests are left out."""
+        rows: dict[bytes, list[int]] = {}
+        for row, worker in enumerate(map(self._workers.get, request_ids)):
+            if worker in rows:
+                rows[worker].append(row)
+            elif worker is not None:
+                rows[worker] = [row]
+        return rows

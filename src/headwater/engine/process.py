@@ -32,7 +32,8 @@ from headwater.errors import (
     RequestError,
 )
 from headwater.metrics.stats import EngineStats
-from headwater.scheduler.request import Request, SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.scheduler.results import StepOutputs
 from headwater.transfer.completions import CompletionQueue
 from headwater.types import RequestId
 
@@ -55,7 +56,7 @@ class Core(Protocol):
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: RequestId) -> None: ...
     def control(self, call: ControlCall[Any], answer: Answer) -> None: ...
-    def step(self) -> list[SequenceOutput]: ...
+    def step(self) -> StepOutputs: ...
     def stats(self) -> EngineStats: ...
     def publish(self) -> None: ...
     def sleep_s(self) -> float | None: ...
@@ -313,7 +314,7 @@ class EngineLoop:
                 self._send(other, wire.InfoChanged(result))
         self._send(worker, wire.pack_reply(number, result, refusal))
 
-    def _report(self, outputs: list[SequenceOutput]) -> None:
+    def _report(self, outputs: StepOutputs) -> None:
         """Send each worker its part of a step in one message."""
         for worker, frame in self._owners.pack(outputs):
             self._send_frame(worker, frame)

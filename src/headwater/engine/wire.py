@@ -5,6 +5,7 @@ Messages are typed and never pickled. Token ids are little-endian int32 bytes. A
 not fit its type raises an error at the receiver.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ from headwater.scheduler.request import (
     TokenLogprobs,
     Usage,
 )
-from headwater.types import LoadPolicy, RequestId
+from headwater.scheduler.results import StepOutputs
+from headwater.types import LoadPolicy, RequestId, Tokens
 
 _TOKEN_TYPE = np.dtype("<i4")
 
@@ -128,9 +130,16 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
-    """All outputs of one step, in one message."""
+    """All outputs of one step, in one message.
+
+    Nearly every output of a large step is one token of a sequence that goes on. Those are sent as
+    two columns instead of as `Output`.
+    """
 
     outputs: list[Output]
+    request_ids: list[str] = []
+    tokens: bytes = b""
+    """One token for each of `request_ids`."""
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
@@ -174,7 +183,7 @@ def pack_request(request: Request) -> Add:
     """A request as a message."""
     return Add(
         request_id=request.request_id,
-        tokens=request.tokens.astype(_TOKEN_TYPE, copy=False).tobytes(),
+        tokens=pack_tokens(request.tokens),
         params=request.params,
         arrival_s=request.arrival_s,
         priority=request.priority,
@@ -228,6 +237,29 @@ def pack_output(output: SequenceOutput) -> Output:
         detail=output.detail,
         prompt_logprobs=output.prompt_logprobs,
     )
+
+
+def pack_outputs(outputs: StepOutputs) -> Outputs:
+    """All outputs of a step as they travel."""
+    return Outputs(
+        [pack_output(output) for output in outputs.others],
+        outputs.request_ids,  # type: ignore[arg-type]  # a list of ids is a list of strings
+        pack_tokens(outputs.tokens),
+    )
+
+
+def pack_tokens(tokens: Tokens) -> bytes:
+    """Token ids as they travel."""
+    return tokens.astype(_TOKEN_TYPE, copy=False).tobytes()
+
+
+def unpack_outputs(message: Outputs) -> Iterator[SequenceOutput]:
+    """The outputs again."""
+    for entry in message.outputs:
+        yield unpack_output(entry)
+    tokens = np.frombuffer(message.tokens, dtype=_TOKEN_TYPE).tolist()
+    for request_id, token in zip(message.request_ids, tokens, strict=True):
+        yield SequenceOutput(RequestId(request_id), [token], [None])
 
 
 def unpack_output(message: Output) -> SequenceOutput:

@@ -14,6 +14,7 @@ from headwater.config import EngineConfig
 from headwater.engine.client import SERVER_ID_VARIABLE, EngineInfo
 from headwater.engine.core import EngineCore, Runner
 from headwater.engine.grammar import GrammarCompiler
+from headwater.engine.key_hasher import KeyHasher
 from headwater.engine.masks import MaskWorkers
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError
@@ -146,6 +147,9 @@ def _build(
         ranks.ranks.on_lost(core.fail)
     info = open_peers(config, core, scheduler, memory, info, clock)
     info = open_events(config, core, info, clock)
+    needs_keys = info.kv_events is not None or kept is not None
+    if needs_keys and not cache.config.storage:  # else lookups compute the keys of prompts
+        core.hasher = KeyHasher(cache)
     if config.peers is None and isinstance(runner, TorchRunner):
         parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)
         core.allow_reload(Reloader(config, parts, info, clock).reload)

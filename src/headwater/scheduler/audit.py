@@ -38,6 +38,8 @@ def audit(table: SequenceTable, in_flight: Iterable[InFlightStep], block_tokens:
     places = [*table.waiting, *table.remote, *table.running()]
     if len(places) != len(table.alive) or set(places) != set(table.alive.values()):
         raise InvariantError("a sequence is in no list, or in two")
+    if not table.rows.agrees_with(table.decoding):
+        raise InvariantError("the decode rows are not those of the decoding sequences")
 
 
 def _audit_waiting(sequence: Sequence, state: SequenceState) -> None:

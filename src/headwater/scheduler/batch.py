@@ -13,13 +13,15 @@ collection (`InFlightStep`).
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.scheduler.decode_rows import RowStep
 from headwater.scheduler.pacing import NEW_SHARE, affordable_tokens, chunk_cost
 from headwater.scheduler.request import SamplingParams, TokenLogprobs
+from headwater.scheduler.row_sequence import Counts
 from headwater.scheduler.sequence import Sequence
 from headwater.types import JobId, RequestId, Slots, Tokens
 
@@ -61,7 +63,7 @@ class ScheduledBatch:
     params: list[SamplingParams]
     """Per *sampled* row."""
 
-    histories: list[tuple[Tokens, int]] = field(default_factory=list)
+    histories: Listed[tuple[Tokens, int]] = field(default_factory=list)
     """Per *sampled* row: all tokens known so far, and how many of them are the prompt.
     Read for penalties, min_tokens, and the position that seeds randomness."""
 
@@ -81,6 +83,14 @@ class ScheduledBatch:
     @property
     def num_rows(self) -> int:
         return len(self.request_ids)
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        """Per *sampled* row: how many of its tokens are the prompt."""
+        histories = self.histories
+        if isinstance(histories, TokenHistories):
+            return histories.prompt_lens()
+        return [prompt_len for _, prompt_len in histories]
 
     def scored_places(self) -> IntArray:
         """Where in `tokens` the positions of `scored` are, row by row."""
@@ -122,40 +132,85 @@ class Chunk(NamedTuple):
         return self.sequence.num_scheduled + self.num_tokens == self.sequence.num_tokens
 
 
+class TokenHistories(Listed[tuple[Tokens, int]]):
+    """The tokens known when a step was scheduled, and how many of them are the prompt, by row.
+
+    Read from the sequences when asked for: most rows are never asked for. A sequence's tokens only
+    grow, so reading later gives the same.
+    """
+
+    def __init__(self, sequences: list[Sequence], num_tokens: list[int]) -> None:
+        self._sequences = sequences
+        self._num_tokens = num_tokens
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[Tokens, int]: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[Tokens, int]]: ...
+    def __getitem__(self, at: int | slice) -> tuple[Tokens, int] | list[tuple[Tokens, int]]:
+        if isinstance(at, slice):
+            return [self[row] for row in range(*at.indices(len(self)))]
+        sequence = self._sequences[at]
+        return sequence.first_tokens(self._num_tokens[at]), sequence.answer_start
+
+    def prompt_lens(self) -> list[int]:
+        """How many of the tokens are the prompt, by row; reads no tokens."""
+        return [sequence.answer_start for sequence in self._sequences]
+
+
 def build_batch(
-    step: int, decodes: Listed[Sequence], chunks: Listed[Chunk], *, carries: bool
+    step: int,
+    rows: RowStep,
+    singles: Listed[Sequence],
+    chunks: Listed[Chunk],
+    *,
+    carries: bool,
 ) -> ScheduledBatch:
-    """One row for each of `decodes`, then one for each of `chunks`.
+    """The decodes of `rows`, then one row for each of `singles`, which decode too, then one for
+    each of `chunks`.
 
     `carries` means that the previous step is in flight, so the input token of a decode may
     still be unknown.
     """
-    sequences = [*decodes, *(chunk.sequence for chunk in chunks)]
-    sampled = [*decodes, *(chunk.sequence for chunk in chunks if chunk.is_last)]
-    starts = np.array([s.num_scheduled for s in sequences], dtype=np.int32)
-    counts = np.ones(len(sequences), dtype=np.int32)
-    counts[len(decodes) :] = [chunk.num_tokens for chunk in chunks]
-    query_start = np.zeros(len(sequences) + 1, dtype=np.int32)
+    others = [*singles, *(chunk.sequence for chunk in chunks)]
+    chosen = [*singles, *(chunk.sequence for chunk in chunks if chunk.is_last)]
+    num_decodes = len(rows.sequences) + len(singles)
+    starts = _joined(rows.num_scheduled, [s.num_scheduled for s in others])
+    counts = np.ones(len(starts), dtype=np.int32)
+    counts[num_decodes:] = [chunk.num_tokens for chunk in chunks]
+    query_start = np.zeros(len(starts) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
+    known = [*rows.num_tokens.tolist(), *(s.num_tokens for s in chosen)]
     return ScheduledBatch(
         step=step,
-        request_ids=[s.request_id for s in sequences],
-        tokens=_input_tokens(decodes, chunks),
-        positions=_positions(starts, len(decodes), chunks),
+        request_ids=[*rows.request_ids, *(s.request_id for s in others)],
+        tokens=_input_tokens(rows, singles, chunks),
+        positions=_positions(starts, num_decodes, chunks),
         query_start=query_start,
         context_lens=starts + counts,
-        block_tables=[s.block_table for s in sequences],
-        sampled=_sampled_rows(len(decodes), chunks),
-        params=[s.params for s in sampled],
-        histories=[(s.tokens, s.answer_start) for s in sampled],
-        awaits=_awaits(len(decodes), chunks),
-        scored=_scored(len(decodes), chunks),
-        carry=_carry(decodes, len(sequences), carries=carries),
+        block_tables=[s.block_table for s in (*rows.sequences, *others)],
+        sampled=_sampled_rows(num_decodes, chunks),
+        params=[*rows.params, *(s.params for s in chosen)],
+        histories=TokenHistories([*rows.sequences, *chosen], known),
+        awaits=_awaits(num_decodes, chunks),
+        scored=_scored(num_decodes, chunks),
+        carry=_carry(rows, singles, len(starts), carries=carries),
     )
 
 
-def _input_tokens(decodes: Listed[Sequence], chunks: Listed[Chunk]) -> Tokens:
-    tokens = np.array([s.last_token for s in decodes], dtype=np.int32)
+def _joined(of_rows: Counts, of_others: list[int]) -> IntArray:
+    """The numbers of decode rows, then those of the other rows."""
+    joined = np.empty(len(of_rows) + len(of_others), dtype=np.int32)
+    joined[: len(of_rows)] = of_rows
+    joined[len(of_rows) :] = of_others
+    return joined
+
+
+def _input_tokens(rows: RowStep, singles: Listed[Sequence], chunks: Listed[Chunk]) -> Tokens:
+    tokens = _joined(rows.last_tokens, [s.last_token for s in singles])
     if not chunks:
         return tokens
     pieces = [s.tokens[s.num_scheduled : s.num_scheduled + count] for s, count in chunks]
@@ -198,13 +253,18 @@ def _scored(num_decodes: int, chunks: Listed[Chunk]) -> dict[int, tuple[Tokens, 
     return scored
 
 
-def _carry(decodes: Listed[Sequence], num_rows: int, *, carries: bool) -> IntArray:
+def _carry(
+    rows: RowStep, singles: Listed[Sequence], num_rows: int, *, carries: bool
+) -> IntArray:
     """The row of the previous batch that samples the input token of a decode, or -1 if the
     token is known."""
     carry = np.full(num_rows, -1, dtype=np.int32)
-    if carries and decodes:
-        carry[: len(decodes)] = [
-            s.row if s.num_scheduled == s.num_tokens else -1 for s in decodes
+    if carries:
+        num_together = len(rows.sequences)
+        is_unknown = rows.num_scheduled == rows.num_tokens
+        carry[:num_together] = np.where(is_unknown, rows.last_rows, -1)
+        carry[num_together : num_together + len(singles)] = [
+            s.row if s.num_scheduled == s.num_tokens else -1 for s in singles
         ]
     return carry
 
@@ -279,11 +339,18 @@ class InFlightStep(NamedTuple):
     """The sequences of a scheduled step, in the order of the batch: decodes, then chunks."""
 
     step: int
-    decodes: list[Sequence]
+    rows: RowStep
+    singles: list[Sequence]
+    """Decodes that had no row among `DecodeRows`."""
     chunks: list[Chunk]
     choosing: list[bool]
     """For each chunk, whether its sequence samples a token."""
 
     def has(self, sequence: Sequence) -> bool:
         """Whether `sequence` has a row. O(rows)."""
-        return sequence in self.decodes or any(c.sequence is sequence for c in self.chunks)
+        chunked = (chunk.sequence for chunk in self.chunks)
+        return any(s is sequence for s in (*self.rows.sequences, *self.singles, *chunked))
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.rows.sequences) + len(self.singles)

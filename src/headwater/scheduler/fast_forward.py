@@ -44,7 +44,11 @@ def decode_only_steps(
         if not admission.is_futile:
             return DecodeOnly(0)
         until_s = admission.recheck_s
-    return DecodeOnly(_num_steps(decoding), until_s, decoding)
+    singles = [sequence for sequence in decoding if not sequence.has_row]
+    num_steps = _num_steps(singles)
+    if table.rows.sequences:
+        num_steps = min(num_steps, table.rows.num_quiet_steps())
+    return DecodeOnly(num_steps, until_s, decoding)
 
 
 def fast_forward(decoding: Listed[Sequence], tokens: Tokens) -> None:

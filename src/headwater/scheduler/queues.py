@@ -6,6 +6,7 @@ from itertools import chain, islice
 
 from headwater.errors import RequestError
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.decode_rows import DecodeRows
 from headwater.scheduler.request import Request, length_end
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import RequestId
@@ -75,6 +76,18 @@ class WaitingQueue:
         self.num_preempted -= sequence.num_preemptions > 0
 
 
+def _only_decodes(sequence: Sequence) -> bool:
+    """Whether each next step of a decoding sequence computes one token and samples one, and
+    reports nothing else."""
+    params = sequence.params
+    return (
+        sequence.usage is None
+        and sequence.scores is None
+        and params.logprobs is None
+        and not params.grammar
+    )
+
+
 def _rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.rank
 
@@ -100,6 +113,8 @@ class SequenceTable:
         """Sequences whose first chunk is computed while the KV it reads is being loaded."""
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
+        self.rows = DecodeRows()
+        """Those of `decoding` that are handled together."""
         self.preempting: list[Sequence] = []
         self.departing: list[Sequence] = []
         """Finished sequences whose slots a step in flight or a hand-off still uses."""
@@ -161,6 +176,25 @@ class SequenceTable:
         computed, self._computed = self._computed, {}
         return list(computed.values())
 
+    def single_decodes(self) -> list[Sequence]:
+        """Decoding sequences that are handled one by one. Those that can be handled together get
+        a row first, where there are enough of them."""
+        if len(self.rows.sequences) == len(self.decoding):
+            return []
+        singles = [sequence for sequence in self.decoding if not sequence.has_row]
+        if len(self.decoding) < self.rows.min_sequences:
+            return singles
+        plain = [sequence for sequence in singles if _only_decodes(sequence)]
+        if plain:
+            self.rows.add(plain)
+            singles = [sequence for sequence in singles if not sequence.has_row]
+        return singles
+
+    def leave_rows(self, sequence: Sequence) -> None:
+        """From now on `sequence` is handled on its own."""
+        if sequence.has_row:
+            self.rows.remove(sequence)
+
     def with_slots(self) -> list[Sequence]:
         """Sequences that have slots, finished ones included."""
         return [*self.running(), *self.departing]
@@ -211,6 +245,7 @@ class SequenceTable:
             self.waiting.remove(sequence)
             self.invited.pop(sequence.request_id, None)
         else:
+            self.leave_rows(sequence)
             self._running[sequence.state].remove(sequence)
         sequence.state = state
         if state is SequenceState.WAITING:

@@ -5,18 +5,71 @@ their blocks in the same step. Their commits are spread over the following steps
 takes much longer than the others; a sequence that ends or is preempted commits at once.
 """
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Listed
+from itertools import compress, islice
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headwater.cache import TieredCache
 from headwater.errors import InvariantError
 from headwater.scheduler.batch import NO_TOKEN, InFlightStep, StepResult
 from headwater.scheduler.blocks import BlockAllocator, GrowthEstimate
+from headwater.scheduler.decode_rows import RowStep
 from headwater.scheduler.overlap import OverlappedLoads
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.request import SequenceOutput, TokenLogprobs
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
+from headwater.types import RequestId, Tokens
+
+
+class StepOutputs(Listed[SequenceOutput]):
+    """The outputs of one step.
+
+    Nearly all outputs are one token and nothing else. Those are kept as two columns, so that they
+    cost no object each on the loop's thread; a reader that wants them one by one gets objects.
+    """
+
+    __slots__ = ("others", "request_ids", "tokens")
+
+    def __init__(self, others: list[SequenceOutput]) -> None:
+        self.others = others
+        """Outputs that are more than one token of a sequence that goes on."""
+        self.request_ids: list[RequestId] = []
+        """Whose the single tokens are."""
+        self.tokens: Tokens = np.empty(0, dtype=np.int32)
+        """One for each of `request_ids`."""
+
+    def add_tokens(
+        self, request_ids: list[RequestId], tokens: Tokens, kept: NDArray[np.bool_]
+    ) -> None:
+        """One token for each of `request_ids` where `kept` is true. Called once."""
+        if not kept.all():
+            request_ids, tokens = list(compress(request_ids, kept)), tokens[kept]
+        self.request_ids, self.tokens = request_ids, tokens
+
+    def __len__(self) -> int:
+        return len(self.others) + len(self.request_ids)
+
+    def __iter__(self) -> Iterator[SequenceOutput]:
+        yield from self.others
+        for request_id, token in zip(self.request_ids, self.tokens.tolist(), strict=True):
+            yield SequenceOutput(request_id, [token], [None])
+
+    @overload
+    def __getitem__(self, at: int) -> SequenceOutput: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[SequenceOutput]: ...
+    def __getitem__(self, at: int | slice) -> SequenceOutput | list[SequenceOutput]:
+        return list(self)[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Listed) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Preemption:
@@ -58,6 +111,7 @@ class Preemption:
 
     def release(self, victim: Sequence, now: float) -> None:
         """Commit its full blocks, release all, and queue it to resume."""
+        self._table.leave_rows(victim)
         if victim.num_computed >= victim.commit_at:
             self._blocks.commit(victim, now)
         if self._save:
@@ -115,26 +169,65 @@ class ResultApplier:
         self,
         step: InFlightStep,
         result: StepResult,
-        outputs: list[SequenceOutput],
+        outputs: StepOutputs,
         now: float,
     ) -> None:
         """Apply what `step` computed and sampled; append to `outputs`."""
         if step.step != result.step:
             raise InvariantError(f"collected step {result.step}, expected {step.step}")
-        self._commit_due(len(step.decodes), now)
-        tokens = result.tokens.tolist()
-        logprobs = result.logprobs
-        for sequence, token, chosen in zip(step.decodes, tokens, logprobs, strict=False):
-            if sequence.state is _FINISHED:
-                self._discard_row(sequence, 1, now)
-            elif token == NO_TOKEN:
-                failure = result.failures.get(step.decodes.index(sequence))
-                outputs += self._apply_missing_token(sequence, 1, failure, now)
-            else:
-                sequence.finish_chunk_with_token(1, token)
-                outputs.append(self.apply_token(sequence, token, chosen, now))
+        self._commit_due(step.num_decodes, now)
+        if step.rows.sequences:
+            self._apply_rows(step.rows, result, outputs, now)
+        for row, sequence in enumerate(step.singles, len(step.rows.sequences)):
+            self._apply_decode(sequence, row, result, outputs.others, now)
         if step.chunks:
-            self._apply_chunks(step, result, outputs, now)
+            self._apply_chunks(step, result, outputs.others, now)
+
+    def _apply_rows(
+        self, rows: RowStep, result: StepResult, outputs: StepOutputs, now: float
+    ) -> None:
+        """Apply the first rows of a step, of sequences that only decode, all at once. A sequence
+        that left the decode rows meanwhile is handled on its own."""
+        decode_rows = self._table.rows
+        tokens = result.tokens[: len(rows.sequences)]
+        is_alone = decode_rows.changed(rows) | (tokens == NO_TOKEN)
+        if is_alone.any():
+            for row in np.flatnonzero(is_alone).tolist():
+                self._apply_decode(rows.sequences[row], row, result, outputs.others, now)
+            rows, tokens = rows.select(~is_alone), tokens[~is_alone]
+        decode_rows.append_tokens(rows, tokens)
+        self._totals.generated_tokens += len(tokens)
+        for sequence in decode_rows.filled(rows):
+            self._commit_or_postpone(sequence, now)
+        goes_on = np.ones(len(tokens), dtype=np.bool_)
+        for row in decode_rows.may_end(rows, tokens):
+            sequence, token = rows.sequences[row], int(tokens[row])
+            reason, stop_token = _end_of(sequence, token)
+            if reason is not None:
+                goes_on[row] = False
+                self.finish(sequence, reason, now)
+                name = sequence.request_id
+                outputs.others.append(SequenceOutput(name, [token], [None], reason, stop_token))
+        outputs.add_tokens(rows.request_ids, tokens, goes_on)
+
+    def _apply_decode(
+        self,
+        sequence: Sequence,
+        row: int,
+        result: StepResult,
+        outputs: list[SequenceOutput],
+        now: float,
+    ) -> None:
+        """Apply one decode row, which is the same number among the sampled rows."""
+        token = int(result.tokens[row])
+        if sequence.state is _FINISHED:
+            self._discard_row(sequence, 1, now)
+        elif token == NO_TOKEN:
+            failure = result.failures.get(row)
+            outputs += self._apply_missing_token(sequence, 1, failure, now)
+        else:
+            sequence.finish_chunk_with_token(1, token)
+            outputs.append(self.apply_token(sequence, token, result.logprobs[row], now))
 
     def _commit_due(self, num_decodes: int, now: float) -> None:
         """Commit blocks that earlier steps filled, and set how many more this step may commit.
@@ -166,10 +259,10 @@ class ResultApplier:
         """Apply the rows of `step` that computed chunks of prompts; they follow the decodes."""
         tokens, logprobs = result.tokens.tolist(), result.logprobs
         for row, scores in result.scores.items():
-            scored = step.chunks[row - len(step.decodes)].sequence
+            scored = step.chunks[row - step.num_decodes].sequence
             if scored.scores is not None:
                 scored.scores += scores
-        at = len(step.decodes)
+        at = step.num_decodes
         for (sequence, num_tokens), chooses in zip(step.chunks, step.choosing, strict=True):
             if sequence.state is _FINISHED:
                 self._discard_row(sequence, num_tokens, now)
@@ -199,11 +292,7 @@ class ResultApplier:
             self._commit_or_postpone(sequence, now)
         self._totals.generated_tokens += 1
         usage, sequence.usage = sequence.usage, None
-        reason = stop_token = None
-        if token in sequence.stop_tokens and sequence.num_tokens >= sequence.min_stop:
-            reason, stop_token = "stop", token
-        elif sequence.num_tokens >= sequence.num_tokens_end:
-            reason = "length"
+        reason, stop_token = _end_of(sequence, token)
         if reason is not None:
             self.finish(sequence, reason, now)
         elif sequence.state is _PREEMPTING:
@@ -220,6 +309,7 @@ class ResultApplier:
     ) -> list[SequenceOutput]:
         """The grammar mask was late: the sequence tries again in a later step. With a `failure`
         the sequence ends."""
+        self._table.leave_rows(sequence)
         sequence.finish_chunk_without_token(num_tokens)
         if sequence.num_computed >= sequence.commit_at:
             self._blocks.commit(sequence, now)
@@ -251,3 +341,11 @@ class ResultApplier:
         self._table.move(sequence, SequenceState.FINISHED)
         if not sequence.is_kept:
             self._blocks.release(sequence, now)
+
+
+def _end_of(sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+    """Why `token`, which was sampled last, ends the sequence, and the stop token if it is one."""
+    num_tokens = sequence.num_tokens
+    if token in sequence.stop_tokens and num_tokens >= sequence.min_stop:
+        return "stop", token
+    return ("length" if num_tokens >= sequence.num_tokens_end else None), None

@@ -24,6 +24,7 @@ from headwater.scheduler.batch import (
 )
 from headwater.scheduler.blocks import BlockAllocator, GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.decode_rows import NO_ROWS, RowStep
 from headwater.scheduler.fast_forward import DecodeOnly, decode_only_steps, fast_forward
 from headwater.scheduler.load_state import ANSWER_S, MeasuredRates
 from headwater.scheduler.loading import KVLoader
@@ -32,7 +33,7 @@ from headwater.scheduler.pacing import StepCosts, in_prefill_order
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.remote import Handoffs
 from headwater.scheduler.request import Request, SequenceOutput
-from headwater.scheduler.results import Preemption, ResultApplier
+from headwater.scheduler.results import Preemption, ResultApplier, StepOutputs
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import (
     SchedulerStats,
@@ -42,6 +43,8 @@ from headwater.scheduler.stats import (
     view_sequences,
 )
 from headwater.types import RequestId, Tokens
+
+_DECODE = SequenceState.DECODE  # read for each row; looking up a member takes longer
 
 
 class Scheduler:
@@ -225,12 +228,16 @@ class Scheduler:
             raise InvariantError("two steps are in flight already; collect one first")
         if self._is_stalled and self._loader.has_plans:
             return None  # the transfers that sequences wait for are not started yet
-        is_grown = self._grow_decodes(now)
+        singles = self._table.single_decodes()
+        is_grown = self._grow_decodes(singles, now)
         table = self._table
-        decodes = [
-            s for s in table.decoding if s.num_scheduled < s.schedulable_end and not s.is_held
+        rows = table.rows.ready() if table.rows.sequences else NO_ROWS
+        singles = [
+            s
+            for s in singles
+            if s.num_scheduled < s.schedulable_end and not s.is_held and s.state is _DECODE
         ]
-        budget = self._budget(len(decodes))
+        budget = self._budget(len(rows.sequences) + len(singles))
         prefilling = in_prefill_order(table.prefilling, self._totals.scheduled_prompt_tokens)
         chunks: list[Chunk] = []
         self._recheck_s = inf
@@ -249,7 +256,7 @@ class Scheduler:
             self._admission.admit_invited(budget, now)
         if not is_grown:
             self._plan_background(now)  # blocks of preempted sequences, before they are evicted
-        if not decodes and not chunks:
+        if not rows.sequences and not singles and not chunks:
             idle = not table.num_computing and not self._in_flight
             # A lost copy may never end. If only such copies are in flight, retry once: this
             # turn may have freed blocks.
@@ -257,16 +264,16 @@ class Scheduler:
             self._is_stalled = idle and (awaited or (self.num_copies > 0 and self._was_idle))
             self._was_idle = idle
             return None
-        return self._start_step(decodes, chunks)
+        return self._start_step(rows, singles, chunks)
 
-    def advance(self, result: StepResult | None, *, now: float) -> list[SequenceOutput]:
+    def advance(self, result: StepResult | None, *, now: float) -> StepOutputs:
         """Apply the result of the oldest step in flight, if it was collected, and return the
         outputs.
 
         Blocks are committed here, because the step that filled them is done. Blocks that a peer
         filled are committed by `handoffs` when they have arrived. No other place commits.
         """
-        outputs, self._outputs = self._outputs + self.handoffs.outputs, []
+        outputs, self._outputs = StepOutputs(self._outputs + self.handoffs.outputs), []
         self.handoffs.outputs.clear()
         if result is not None:
             self._results.apply(self._in_flight.popleft(), result, outputs, now)
@@ -323,37 +330,39 @@ class Scheduler:
             cost=cost,
         )
 
-    def _grow_decodes(self, now: float) -> bool:
+    def _grow_decodes(self, singles: list[Sequence], now: float) -> bool:
         """Give each decoding sequence the block it needs next, preempting others if necessary.
 
         False when a sequence got no block in this step, or was preempted: then no sequence is
         admitted, because it would take blocks that running ones need.
         """
-        in_need = [
-            s
-            for s in self._table.decoding
-            if s.schedulable_end <= s.num_scheduled < s.max_computed
-        ]
+        rows = self._table.rows
+        in_need = rows.in_need() if rows.sequences else []
+        in_need += [s for s in singles if s.schedulable_end <= s.num_scheduled < s.max_computed]
         if not in_need or self._blocks.grow(in_need, now):
             return True
         self._preemption.make_room(in_need, now)
         return False
 
-    def _start_step(self, decodes: list[Sequence], chunks: list[Chunk]) -> ScheduledBatch:
+    def _start_step(
+        self, rows: RowStep, singles: list[Sequence], chunks: list[Chunk]
+    ) -> ScheduledBatch:
         """Build the batch, and record what it will have computed."""
         step, self._was_idle = self._totals.num_steps, False
-        batch = build_batch(step, decodes, chunks, carries=bool(self._in_flight))
-        choosing = [chunk.is_last for chunk in chunks]
-        for row, sequence in enumerate(decodes):
+        batch = build_batch(step, rows, singles, chunks, carries=bool(self._in_flight))
+        in_flight = InFlightStep(step, rows, singles, chunks, [c.is_last for c in chunks])
+        if rows.sequences:
+            self._table.rows.begin(rows)
+        for row, sequence in enumerate(singles, len(rows.sequences)):
             sequence.schedule(1, row)
-        for row, (sequence, num_tokens) in enumerate(chunks, len(decodes)):
+        for row, (sequence, num_tokens) in enumerate(chunks, in_flight.num_decodes):
             sequence.schedule(num_tokens, row)
             self._totals.scheduled_prompt_tokens += num_tokens
             if sequence.overlap is not None:
                 self._results.overlaps.begin(sequence)
             elif sequence.num_scheduled == sequence.num_tokens:
                 self._table.move(sequence, SequenceState.DECODE)
-        self._in_flight.append(InFlightStep(step, decodes, chunks, choosing))
+        self._in_flight.append(in_flight)
         self._totals.num_steps += 1
         self._growth.lower_caution()
         return batch

@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from headwater.cache import Lease, Namespace, TokenPath
+from headwater.cache import Lease, Namespace, PathKeys, TokenPath
 from headwater.scheduler.load_state import OverlappedLoad, SequenceLoad
 from headwater.scheduler.request import Request, TokenLogprobs, Usage
 from headwater.types import Slots, Tokens
@@ -58,52 +58,22 @@ class Sequence:
     running sequence in each step.
     """
 
+    # fmt: off
     __slots__ = (
-        "_block_buffer",
-        "_block_tokens",
-        "_buffer",
-        "_namespace",
-        "block_table",
-        "commit_at",
-        "entered_at",
-        "is_counted",
-        "is_held",
-        "last_token",
-        "lease",
-        "load",
-        "max_committed",
-        "max_computed",
-        "min_stop",
-        "num_blocks",
-        "num_committed",
-        "num_computed",
-        "num_found",
-        "num_in_flight",
-        "num_passes",
-        "num_pins",
-        "num_preemptions",
-        "num_scheduled",
-        "num_tokens",
-        "num_tokens_end",
-        "overlap",
-        "params",
-        "preempted_s",
-        "prefix_source",
-        "prefix_wait_blocks",
-        "prefix_wait_until_s",
-        "prompt_tokens",
-        "rank",
-        "receives",
-        "request",
-        "request_id",
-        "row",
-        "schedulable_end",
-        "scores",
-        "state",
-        "stop_tokens",
-        "surplus",
-        "usage",
+        "_block_buffer", "_block_tokens", "_buffer", "_keys", "_namespace", "arrays",
+        "block_table", "column", "commit_at", "entered_at", "is_counted", "is_held",
+        "last_token", "lease", "load", "max_committed", "max_computed", "min_stop",
+        "num_blocks", "num_committed", "num_computed", "num_found", "num_in_flight",
+        "num_passes", "num_pins", "num_preemptions", "num_scheduled", "num_tokens",
+        "num_tokens_end", "overlap", "params", "preempted_s", "prefix_source",
+        "prefix_wait_blocks", "prefix_wait_until_s", "prompt_tokens", "rank", "receives",
+        "request", "request_id", "row", "schedulable_end", "scores", "state", "stop_tokens",
+        "surplus", "usage",
     )
+    # fmt: on
+
+    has_row = False
+    """Whether it is a `RowSequence`, which alone uses `arrays` and `column`."""
 
     lease: Lease | None
     surplus: list[Slots]
@@ -194,7 +164,7 @@ class Sequence:
         """Most blocks that may be committed; fewer than all where output is not cached."""
 
         self._block_tokens = block_tokens
-        self._namespace = Namespace(request.cache_salt)
+        self._namespace, self._keys = Namespace(request.cache_salt), PathKeys()
         spare = min(_SPARE_TOKENS, num_tokens_end - self.prompt_tokens)
         self._buffer: Tokens = np.empty(self.prompt_tokens + spare, dtype=np.int32)
         self._buffer[: self.prompt_tokens] = request.tokens
@@ -222,7 +192,11 @@ class Sequence:
     @property
     def tokens(self) -> Tokens:
         """All tokens known: the prompt, then the output. A view."""
-        return self._buffer[: self.num_tokens]
+        return self.first_tokens(self.num_tokens)
+
+    def first_tokens(self, count: int) -> Tokens:
+        """Its first `count` tokens. A view."""
+        return self._buffer[:count]
 
     @property
     def answer_start(self) -> int:
@@ -256,7 +230,7 @@ class Sequence:
     def path(self, num_tokens: int | None = None) -> TokenPath:
         """The cache path of its first `num_tokens` known tokens, by default of all. A view."""
         end = self.num_tokens if num_tokens is None else min(num_tokens, self.num_tokens)
-        return TokenPath(self._buffer[:end], self._namespace)
+        return TokenPath(self.first_tokens(end), self._namespace, keys=self._keys)
 
     def begin(
         self, lease: Lease | None, slots: Slots, overlap: OverlappedLoad | None = None
@@ -332,17 +306,20 @@ class Sequence:
         self.append(token)
 
     def fast_forward(self, tokens: Tokens, row: int) -> None:
-        """Apply several steps at once; each computed one token and sampled one of `tokens`."""
-        count = len(tokens)
-        self.num_scheduled += count
-        self.num_computed += count
+        """Apply several steps at once. Each computed one token and sampled one of `tokens`."""
+        self.num_scheduled += len(tokens)
+        self.num_computed += len(tokens)
         self.row = row
-        at, end = self.num_tokens, self.num_tokens + count
-        while end > len(self._buffer):
-            self._grow_buffer()
-        self._buffer[at:end] = tokens
-        self.num_tokens = end
+        self.write_tokens(self.num_tokens, tokens)
+        self.num_tokens += len(tokens)
         self.last_token = int(tokens[-1])
+
+    def write_tokens(self, start: int, tokens: Tokens) -> None:
+        """Write `tokens` to its buffer, from position `start` on."""
+        end = start + len(tokens)
+        while end > len(self._buffer):
+            self._grow_buffer(start)
+        self._buffer[start:end] = tokens
 
     def drop_blocks(self) -> Slots:
         """Drop its lease and block table. Returns the slots that only it had; the caller must
@@ -362,16 +339,15 @@ class Sequence:
         """Append a sampled token, whose KV is not written yet."""
         at = self.num_tokens
         if at == len(self._buffer):
-            self._grow_buffer()
+            self._grow_buffer(at)
         self._buffer[at] = token
         self.num_tokens = at + 1
         self.last_token = token
 
-    def _grow_buffer(self) -> None:
+    def _grow_buffer(self, num_tokens: int) -> None:
         """Double the token buffer. A new array, because batches in flight read the old one."""
-        at = self.num_tokens
         buffer = np.empty(min(2 * len(self._buffer), self.num_tokens_end), dtype=np.int32)
-        buffer[:at] = self._buffer[:at]
+        buffer[:num_tokens] = self._buffer[:num_tokens]
         self._buffer = buffer
 
     def _reset(self) -> None:

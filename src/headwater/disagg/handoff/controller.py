@@ -24,7 +24,8 @@ from headwater.disagg.protocol.messages import (
     StartRefused,
 )
 from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, PushDone, PushFailed
-from headwater.scheduler.request import Request, SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.scheduler.results import StepOutputs
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import SequenceState
 from headwater.types import RequestId
@@ -113,11 +114,15 @@ class HandoffController:
                 self.reads.reserved(sequence, now)
         self._handoffs.give_back(self._return_after_s, now)
 
-    def step_finished(self, outputs: list[SequenceOutput], now: float) -> list[SequenceOutput]:
-        """A step was computed: send its KV. Returns the outputs for this instance's clients."""
+    def step_finished(self, outputs: StepOutputs, now: float) -> StepOutputs:
+        """A step was computed: send its KV. Returns the outputs for this instance's clients.
+
+        A prefill hand-off generates one token, which comes with its prompt usage. So it is never
+        among the single tokens of sequences that go on."""
         for sequence in self._handoffs.take_computed():
             self.prefill_side.computed(sequence, now)
-        return [output for output in outputs if not self.prefill_side.take(output, now)]
+        outputs.others = [o for o in outputs.others if not self.prefill_side.take(o, now)]
+        return outputs
 
     def stats(self) -> HandoffCounts:
         """A snapshot of the counts."""

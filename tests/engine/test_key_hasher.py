@@ -1,0 +1,68 @@
+"""Keys of new prompts are computed ahead, in another thread."""
+
+import threading
+
+import numpy as np
+
+from headwater.cache import CacheConfig, TieredCache, TokenPath
+from headwater.clock import VirtualClock
+from headwater.engine.core import EngineCore
+from headwater.engine.key_hasher import KeyHasher
+from headwater.events import BlocksStored
+from headwater.native import block_keys
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.scheduler import Scheduler
+from headwater.testing.runners import EchoRunner
+from headwater.types import RequestId
+from tests.scheduler.harness import make_prompt, make_request
+
+_TIMEOUT_S = 60.0
+
+
+def test_the_loop_hashes_no_block_of_a_prompt_that_was_hashed_ahead(monkeypatch):
+    """KV events of a prompt need its keys; the loop finds them computed."""
+    threads = []
+    done = threading.Event()
+    real = block_keys.chain
+
+    def noting(parent, tokens, stride):
+        threads.append((threading.current_thread().name, len(tokens) // stride))
+        done.set()
+        return real(parent, tokens, stride)
+
+    monkeypatch.setattr(block_keys, "chain", noting)
+    cache = TieredCache(CacheConfig(device_blocks=32, block_tokens=4, record_events=True))
+    scheduler = Scheduler(SchedulerConfig(max_model_len=100), cache)
+    core = EngineCore(scheduler, EchoRunner(num_blocks=32, block_tokens=4), VirtualClock())
+    core.hasher = KeyHasher(cache)
+    core.add(make_request("a", make_prompt(22), max_tokens=2))
+    core.hasher.close()
+    core.hasher._thread.join(_TIMEOUT_S)
+    assert done.is_set()
+
+    while core.has_work:
+        core.step()
+
+    assert threads == [("key-hasher", 5)]
+    path = TokenPath(np.array(make_prompt(22), dtype=np.int32))
+    (stored, *_) = cache.take_events()
+    assert isinstance(stored, BlocksStored)
+    assert stored.keys == cache.key_scheme.of_path(path, 5)
+    core.close()
+
+
+def test_an_engine_without_it_computes_the_same_keys():
+    """A key that is not there in time is computed by the loop."""
+    events = []
+    for ahead in (False, True):
+        cache = TieredCache(CacheConfig(device_blocks=8, block_tokens=4, record_events=True))
+        path = TokenPath(np.arange(9, dtype=np.int32))
+        if ahead:
+            cache.key_scheme.of_path(path, 2)
+        lease = cache.lease(cache.match(path), owner=RequestId("r"), now=0.0)
+        slots = cache.take(2, now=0.0)
+        assert slots is not None
+        cache.commit(lease, path, slots, now=0.0)
+        events.append(cache.take_events())
+
+    assert events[0] == events[1]
