@@ -70,7 +70,7 @@ class Server:
 
         self.rows = np.zeros((num_chunks, BYTES), np.uint8)
         region = SimpleNamespace(
-            create_kv_memoryview=lambda: memoryview(self.rows), cleanup=lambda: None
+            create_kv_memoryview=lambda: self.rows.data, cleanup=lambda: None
         )
         primary = CPUPrimaryTierOffloadingManager(
             num_chunks, region, "SessionCachePolicy", "headwater.plugins.vllm.policy"
@@ -98,7 +98,7 @@ class Server:
         for place, key in enumerate(keys):
             context.set_offload_key_position(key, 16 * (place + 1))
         self.manager.on_new_request(context)
-        found = []
+        found: list[bytes] = []
 
         def is_known():
             found.clear()
