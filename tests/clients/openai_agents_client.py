@@ -22,12 +22,14 @@ def get_weather(city: Literal["Rome", "Paris"]) -> str:
     return f"sunny in {city}"
 
 
-async def stream(agent: Agent) -> str:
-    """The same with streamed events."""
+async def loop(agent: Agent) -> None:
+    """A tool call and its result, complete and streamed."""
+    found = await Runner.run(agent, "What is the weather in Rome?")
+    assert found.final_output.startswith("sunny in")
     result = Runner.run_streamed(agent, "What is the weather in Rome?")
     async for _ in result.stream_events():
         pass
-    return result.final_output
+    assert result.final_output.startswith("sunny in")
 
 
 def run(url: str) -> None:
@@ -42,9 +44,7 @@ def run(url: str) -> None:
             model_settings=ModelSettings(tool_choice="required", max_tokens=1000),
             tool_use_behavior="stop_on_first_tool",
         )
-        found = asyncio.run(Runner.run(agent, "What is the weather in Rome?"))
-        assert found.final_output.startswith("sunny in")
-        assert asyncio.run(stream(agent)).startswith("sunny in")
+        asyncio.run(loop(agent))
 
 
 if __name__ == "__main__":
