@@ -8,7 +8,7 @@ import pytest
 
 from headwater.server.errors import ErrorObject
 from headwater.server.streaming import EventStream
-from tests.server.harness import byte_tokenizer, events, run
+from tests.server.harness import byte_tokenizer, error, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
@@ -281,5 +281,29 @@ def test_echo_puts_the_prompt_before_the_answer():
         for choice in whole["choices"]:
             parts = [c for e in streamed for c in e["choices"] if c["index"] == choice["index"]]
             assert "".join(part["text"] for part in parts) == choice["text"]
+
+    run(scenario)
+
+
+def test_echo_without_tokens_is_the_prompt_alone():
+    """`max_tokens` 0 with `echo`, as evaluations send it; without `echo` it is a 400."""
+
+    async def scenario(harness):
+        fields = {"max_tokens": 0, "echo": True, "n": 2, "return_token_ids": True}
+        body = (await harness.complete(**fields)).json()
+        assert [choice["text"] for choice in body["choices"]] == ["hello", "hello"]
+        assert [choice["token_ids"] for choice in body["choices"]] == [[], []]
+        assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+        assert (body["usage"]["completion_tokens"], body["usage"]["total_tokens"]) == (0, 5)
+        chunks = events(
+            await harness.complete(
+                max_tokens=0, echo=True, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "hello"
+        assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+        assert chunks[-1]["usage"]["completion_tokens"] == 0
+        refused = error(await harness.complete(max_tokens=0), 400)
+        assert refused["param"] == "max_tokens"
 
     run(scenario)

@@ -1,6 +1,7 @@
 """POST /v1/completions: text or token ids in, text out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from msgspec import UNSET, Struct
@@ -34,13 +35,24 @@ async def completions(request: Request) -> ASGIResponse:
     job = make_job(
         call,
         await _prompt_tokens(service, body),
-        max_tokens=body.max_tokens,
+        max_tokens=_max_tokens(body),
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         grammar=await _grammar(call),
         prompt_logprobs=_num_prompt_logprobs(body, service),
         logprobs=num_logprobs(body.logprobs, service.config.limits, param="logprobs"),
     )
     return await respond(call, job, _CompletionFormat(call, job))
+
+
+def _max_tokens(body: CompletionRequest) -> int | None:
+    """With `echo`, 0 returns the prompt alone. The engine samples one token for it, which the
+    answer leaves out."""
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestRefused(
+            "max_tokens is 0, so nothing would be generated; send at least 1, or echo: true",
+            param="max_tokens",
+        )
+    return 1 if body.max_tokens == 0 else body.max_tokens
 
 
 def _num_prompt_logprobs(body: CompletionRequest, service: Service) -> int | None:
@@ -123,16 +135,26 @@ class _CompletionFormat:
         self._job = job
         self._created = call.service.created_now()
         self._has_echo = bool(call.body.echo)
+        self._has_only_echo = self._has_echo and call.body.max_tokens == 0
         self._offsets = [
             self._num_characters(job.prompt_of(index).tokens.tolist()) if self._has_echo else 0
             for index in range(job.num_sequences)
         ]
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
+        if self._has_only_echo:
+            transcripts = [
+                Transcript(finish_reason="length", prompt_logprobs=entry.prompt_logprobs)
+                for entry in transcripts
+            ]
         choices = [self._choice(index, entry) for index, entry in enumerate(transcripts)]
         return self._answer(choices, usage)
 
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
+        if self._has_only_echo:
+            reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+            delta = replace(delta, text="", tokens=[], logprobs=[], finish_reason=reason)
+            delta.stop_reason = None
         return [self._answer([self._chunk(delta)], usage)]
 
     def usage_event(self, usage: UsageAnswer) -> Struct:
@@ -141,6 +163,8 @@ class _CompletionFormat:
     def _answer(
         self, choices: list[CompletionChoice], usage: UsageAnswer | None
     ) -> CompletionAnswer:
+        if usage is not None and self._has_only_echo:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return CompletionAnswer(
             id=self._id,
             created=self._created,

@@ -176,6 +176,9 @@ class CompletionRequest(Sampling, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
+    max_tokens: SmallCount | None = None
+    """0 only with `echo`: the answer is the prompt."""
+
     logprobs: SmallCount | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
