@@ -197,8 +197,8 @@ def serve_child(job: dict[str, Any], model: str) -> None:
         )
 
 
-def _say(**facts: object) -> None:
-    sys.stdout.write(json.dumps(facts) + "\n")
+def _say(**fields: object) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
 

@@ -169,13 +169,13 @@ def offered(kind: str) -> tuple[bytes, list[int]]:
         os.close(loose)
         loose, end = os.pipe()
         os.close(end)
-    if kind == "unsealed pledges":
+    if kind == "unsealed validity words":
         return offer, [os.dup(good.file), loose]
     return offer, [loose, os.dup(good.file)]
 
 
 @pytest.mark.parametrize(
-    "kind", ["nothing", "unsealed", "too short", "a pipe", "unsealed pledges"]
+    "kind", ["nothing", "unsealed", "too short", "a pipe", "unsealed validity words"]
 )
 def test_memory_that_could_go_away_costs_the_connection(harness, kind):
     """Memory that can shrink would kill the receiver's process during a copy (lesson 66)."""
@@ -317,7 +317,7 @@ def test_private_blocks_are_refused_at_once():
     links = Links(CONFIG, private_blocks(4, BLOCK_BYTES), EventLog())
 
     with pytest.raises(ConfigError, match="not in shared memory"):
-        links.connect("shm://headwater-nobody")
+        links.connect("shm://headwater-unknown")
 
 
 def test_a_receiver_needs_no_shared_memory():

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_client_that_leaves_frees_its_slots(server):
     """Lesson 58: closing the connection in mid-stream ends the work; every slot is returned."""
-    stream = server.open_stream(max_tokens=4000, prompt="a stream nobody reads to its end")
+    stream = server.open_stream(max_tokens=4000, prompt="a stream that is not read to its end")
     assert stream.next() is not None
     assert server.get("/cache").json()["num_running"] == 1
 

@@ -34,7 +34,7 @@ def make_harness(depth: int, **options: Any) -> Harness:
 def begin(harness: Harness, max_tokens: int = 4) -> LoadJob:
     """Admit a request for PROMPT; return the load with which it overlaps."""
     before = len(harness.copier.started)
-    harness.add(make_request("rides", PROMPT, max_tokens=max_tokens))
+    harness.add(make_request("overlaps", PROMPT, max_tokens=max_tokens))
     harness.step()
     (plan,) = [p for p in harness.copier.started[before:] if isinstance(p, LoadJob)]
     return plan
@@ -60,7 +60,7 @@ def test_the_chunk_starts_with_the_promotion(depth: int) -> None:
 
     plan = begin(harness)
 
-    (batch,) = [b for b in harness.batches if "rides" in b.request_ids]
+    (batch,) = [b for b in harness.batches if "overlaps" in b.request_ids]
     assert batch.awaits == {0: plan.job}
     assert len(batch.tokens) == 43 - 32
     assert batch.block_tables[0][:8].tolist() == plan.target_slots.tolist()
@@ -75,20 +75,20 @@ def test_nothing_is_told_or_committed_before_it_lands(depth: int) -> None:
     for _ in range(5):
         harness.step()
 
-    assert "rides" not in harness.outputs
-    (rider,) = harness.scheduler._table.overlapping
-    assert harness.cache.match(rider.path()).device_blocks == 0
-    assert sum("rides" in batch.request_ids for batch in harness.batches) == 1
+    assert "overlaps" not in harness.outputs
+    (sequence,) = harness.scheduler._table.overlapping
+    assert harness.cache.match(sequence.path()).device_blocks == 0
+    assert sum("overlaps" in batch.request_ids for batch in harness.batches) == 1
     computed = harness.runner.num_tokens
 
     harness.copier.finish(plan.job)
     harness.step()
 
-    assert harness.outputs["rides"][:1] == right()[:1]
-    assert harness.usages["rides"].by_tier["host"] == 32
-    assert harness.usages["rides"].computed == 43 - 32
+    assert harness.outputs["overlaps"][:1] == right()[:1]
+    assert harness.usages["overlaps"].by_tier["host"] == 32
+    assert harness.usages["overlaps"].computed == 43 - 32
     finish_all(harness)
-    assert harness.outputs["rides"] == right()
+    assert harness.outputs["overlaps"] == right()
     assert harness.runner.num_tokens == computed + 3
     assert harness.core.stats().found_tokens["host"] == 32
     harness.check_empty()
@@ -109,8 +109,8 @@ def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
     harness.copier.finish(plan.job, num_blocks)
     finish_all(harness)
 
-    assert harness.outputs["rides"] == right()
-    usage = harness.usages["rides"]
+    assert harness.outputs["overlaps"] == right()
+    usage = harness.usages["overlaps"]
     assert usage.load is not None
     assert usage.load.shortfall == "load_failed"
     assert usage.by_tier["host"] == (0 if num_blocks == 0 else 32)
@@ -133,8 +133,8 @@ def test_an_executor_that_is_late_writes_where_nobody_reads(depth: int) -> None:
         harness.copier.scribble(plan.job)
         harness.step()
 
-    assert harness.outputs["rides"] == right()
-    assert harness.usages["rides"].miss_reason == "timeout"
+    assert harness.outputs["overlaps"] == right()
+    assert harness.usages["overlaps"].miss_reason == "timeout"
     finish_all(harness)
     assert harness.cache.stats().device.quarantined == 0
     harness.check_empty()
@@ -149,12 +149,12 @@ def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
     plan = begin(harness)
     harness.steps(num_steps)
 
-    harness.core.abort(harness.scheduler._table.alive["rides"].request_id)  # type: ignore[index]
+    harness.core.abort(harness.scheduler._table.alive["overlaps"].request_id)  # type: ignore[index]
     harness.copier.finish(plan.job)
     finish_all(harness)
 
-    assert harness.reasons["rides"] == "abort"
-    assert harness.outputs["rides"] == []
+    assert harness.reasons["overlaps"] == "abort"
+    assert harness.outputs["overlaps"] == []
     harness.check_empty()
     harness.copier.held = False
     harness.run(make_request("next", PROMPT, max_tokens=4))
@@ -174,8 +174,8 @@ def test_a_reset_meanwhile_discards_it(depth: int) -> None:
     harness.copier.finish(plan.job)
     finish_all(harness)
 
-    assert harness.outputs["rides"] == right()
-    assert harness.usages["rides"].cached_tokens == 0
+    assert harness.outputs["overlaps"] == right()
+    assert harness.usages["overlaps"].cached_tokens == 0
     harness.check_empty()
 
 
@@ -206,12 +206,12 @@ def test_a_long_prompt_goes_on_in_chunks_after_the_landing(depth: int) -> None:
     harness = make_harness(depth, settings={"max_batched_tokens": 64, "long_prefill_tokens": 4})
     plan = begin(harness)
     harness.steps(4)
-    assert sum("rides" in batch.request_ids for batch in harness.batches) == 1
+    assert sum("overlaps" in batch.request_ids for batch in harness.batches) == 1
 
     harness.copier.finish(plan.job)
     finish_all(harness)
 
-    assert harness.outputs["rides"] == right()
+    assert harness.outputs["overlaps"] == right()
     harness.check_empty()
 
 
@@ -229,7 +229,7 @@ def test_a_loop_whose_requests_only_ride_sleeps(depth: int) -> None:
 
     assert (before, harness.core.has_work) == (False, True)
     finish_all(harness)
-    assert harness.outputs["rides"] == right()
+    assert harness.outputs["overlaps"] == right()
 
 
 def test_a_runner_that_waits_for_whole_promotions_is_never_given_one() -> None:
@@ -238,6 +238,6 @@ def test_a_runner_that_waits_for_whole_promotions_is_never_given_one() -> None:
     harness.scheduler._loader.layerwise = False
     begin(harness)
 
-    assert not any("rides" in batch.request_ids for batch in harness.batches)
+    assert not any("overlaps" in batch.request_ids for batch in harness.batches)
     finish_all(harness)
-    assert harness.outputs["rides"] == right()
+    assert harness.outputs["overlaps"] == right()

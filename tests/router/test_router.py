@@ -273,7 +273,7 @@ def test_strangers_are_bounded():
             assert answer.status_code == 400, field
         other = told | {"version": 9, "instance_id": "other"}
         assert (await post("/instances", json=other, headers=headers)).status_code == 409
-        missing = await harness.client.delete("/instances/nobody", headers=headers)
+        missing = await harness.client.delete("/instances/unknown", headers=headers)
         assert missing.status_code == 404
         spoofed = await post(
             "/v1/completions",

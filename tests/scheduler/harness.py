@@ -200,7 +200,7 @@ class Harness:
     def sleep(self) -> None:
         """What a loop without work does: nothing, until a deadline comes."""
         sleep_s = self.core.sleep_s()
-        assert sleep_s is not None, "everybody waits, and nobody for a deadline"
+        assert sleep_s is not None, "all sequences wait, and none for a deadline"
         self.clock.advance(sleep_s)
 
     def add(self, *requests: Request) -> None:

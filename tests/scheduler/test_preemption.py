@@ -22,7 +22,7 @@ def step_until_preempted(harness: Harness) -> int:
         harness.step()
         if harness.scheduler.stats().num_preemptions:
             return step
-    raise AssertionError("nobody had to give way")
+    raise AssertionError("no sequence was preempted")
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -100,7 +100,7 @@ def test_a_chat_is_opened_once():
         again = await harness.chat(**fields, continue_choices=begun)
         rest = parsed(again.text)
 
-        assert all(mark is None for mark, _ in events), "nobody asked for marks"
+        assert all(mark is None for mark, _ in events), "marks were not requested"
         assert events[0][1]["choices"][0]["delta"]["role"] == "assistant"
         assert all("role" not in event["choices"][0]["delta"] for _, event in rest)
 

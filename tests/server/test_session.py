@@ -159,7 +159,7 @@ def test_items_of_the_responses_api_become_messages():
         {"input": []},
         {"input": [{"type": "item_reference", "id": "x"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        {"input": [{"content": "nobody's"}]},
+        {"input": [{"content": "no role"}]},
         {"input": [{"type": "function_call"}]},
         {"input": [{"type": "function_call_output"}]},
         {"tools": [{"type": "web_search"}]},
