@@ -43,7 +43,7 @@ def test_no_replaced_name_is_used_as_an_identifier():
     """docs/glossary.md has the terms to use instead."""
     maybe = re.compile(rf"\b_*({CLASSES.pattern}|{NAMES.pattern})\b")
     used = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} {name}"
         for path in PYTHON
         if maybe.search(text := path.read_text(encoding="utf-8"))
         for node in ast.walk(ast.parse(text))

@@ -63,9 +63,15 @@ def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
     [
         ("{", "generation_config.json is not valid JSON"),
         ("[7]", "generation_config.json is not a JSON object"),
-        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id is a token id"),
-        ('{"eos_token_id": [1, null]}', "generation_config.json: eos_token_id is a token id"),
-        ('{"eos_token_id": {"a": 1}}', "generation_config.json: eos_token_id is a token id"),
+        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id must be a token id"),
+        (
+            '{"eos_token_id": [1, null]}',
+            "generation_config.json: eos_token_id must be a token id",
+        ),
+        (
+            '{"eos_token_id": {"a": 1}}',
+            "generation_config.json: eos_token_id must be a token id",
+        ),
     ],
 )
 def test_a_broken_generation_config_is_a_sentence(

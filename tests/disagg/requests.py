@@ -28,5 +28,5 @@ def make_handoff(
 
 
 def make_storage() -> MemoryStorage:
-    """Storage with room for all blocks that echo engines of four tokens a block write."""
+    """Storage with room for all blocks that echo engines of four tokens per block write."""
     return MemoryStorage(MemoryConfig(), BlockFormat(fingerprint=bytes(32), block_bytes=32))

@@ -26,7 +26,7 @@ HANDOFF = HandoffConfig(term_s=1.0, margin_s=0.1, renew_s=0.2, resend_s=0.2)
 
 @contextmanager
 def slow_proxy(port: int) -> Iterator[int]:
-    """A port that forwards to `port` with `BYTES_S` bytes a second."""
+    """A port that forwards to `port` with `BYTES_S` bytes per second."""
     listener = socket.create_server(("127.0.0.1", 0))
     pause = Event()
 

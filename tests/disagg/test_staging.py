@@ -28,7 +28,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("link", LINKS)
 def test_staged_links_keep_the_contract(link, check, block_bytes):
-    """Order, one outcome a push, fences that hold (lesson 50)."""
+    """Order, one outcome per push, fences that hold (lesson 50)."""
     with open_harness(MakeStaged(link), link, block_bytes) as harness:
         check(harness)
 

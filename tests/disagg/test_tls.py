@@ -78,7 +78,7 @@ def harness(ours) -> Iterator[LinkHarness]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_encrypted_link_keeps_the_contract(harness, check):
-    """Order, one outcome a push, fences that hold: the same rules as without TLS."""
+    """Order, one outcome per push, fences that hold: the same rules as without TLS."""
     check(harness)
 
 

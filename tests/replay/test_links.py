@@ -95,5 +95,5 @@ def test_a_link_that_carries_nothing_is_refused():
     """No bandwidth or no places: an error message."""
     with pytest.raises(ConfigError, match="must be positive"):
         LinkCost(bytes_s=0)
-    with pytest.raises(ConfigError, match="carries nothing"):
+    with pytest.raises(ConfigError, match="at least one copy"):
         LinkCost(bytes_s=1, max_jobs=0)

@@ -175,7 +175,7 @@ def test_scale_keeps_sessions_whole_and_adds_copies_that_share_nothing():
 
 
 def test_calibration_takes_what_a_result_has(tmp_path):
-    """By hand: decoding 10 ms + 1 ms a row; prompts 1 ms a token and 2 µs a pair; links."""
+    """By hand: decoding 10 ms + 1 ms per row; prompts 1 ms per token and 2 µs a pair; links."""
     machine = preset("cpu-100m")
     step = machine.step
     rows = [
@@ -217,8 +217,8 @@ def test_calibration_takes_what_a_result_has(tmp_path):
 
 
 def test_calibration_takes_the_result_of_a_gpu(tmp_path):
-    """By hand: steps of 5 ms and 40 µs a row, of which 1,024 tokens of KV at 4,096 GB/s are
-    32.8 µs; prompts of 20 µs a token; copies at 50 GB/s that stretch steps by 2 %."""
+    """By hand: steps of 5 ms and 40 µs per row, of which 1,024 tokens of KV at 4,096 GB/s are
+    32.8 µs; prompts of 20 µs per token; copies at 50 GB/s that stretch steps by 2 %."""
     machine = preset("h200-8b")
     launch_s = machine.step.launch_s
     result = {

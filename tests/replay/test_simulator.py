@@ -272,7 +272,7 @@ def test_impossible_deployments_are_refused():
         ({"host_gib": -1.0}, "is a size"),
         ({"device_gib": 0.0}, "does not hold one block"),
         ({"router": "nearest"}, "unknown policy"),
-        ({"num_instances": 2, "num_prefill": 2}, "cannot be for prompts"),
+        ({"num_instances": 2, "num_prefill": 2}, "cannot be prefill instances"),
     ):
         with pytest.raises(ConfigError, match=message):
             Simulator(make_config(**changes), [])

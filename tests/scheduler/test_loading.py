@@ -400,7 +400,7 @@ def test_writes_in_flight_leave_room_for_sequences():
 
 
 def test_writes_keep_up_with_the_blocks_that_a_step_computes():
-    """Writes are planned once a step, so a limit below one step would leave blocks unwritten."""
+    """Writes are planned once per step, so a limit below one step would leave blocks unwritten."""
     harness = Harness(num_blocks=64, host_blocks=64, write_policy=WritePolicy.AUTO, held=True)
     harness.add(make_request("a", make_prompt(50), max_tokens=1))
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside decodes, and which prompts come first."""
+"""How many prompt tokens a step computes in addition to decodes, and which prompts come first."""
 
 import pytest
 from hypothesis import given

@@ -57,7 +57,7 @@ def generate_tokens_s(model: LoadedModel, batch: int, *, prompt: int, output: in
 
 
 class PeerThroughput(NamedTuple):
-    """Output tokens a second of some requests that came all at once."""
+    """Output tokens per second of some requests that came all at once."""
 
     tokens_s: float
     """From the first request to the last token, prompts included."""

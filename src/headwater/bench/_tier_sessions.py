@@ -22,7 +22,7 @@ _FIRST, _ADDED, _OUTPUT = 250, 32, 4
 _BLOCK_TOKENS = 16
 _DEVICE_BLOCKS, _HOST_BLOCKS = 400, 1600
 """About 20 and 80 of the 64 sessions, which grow from 16 to 22 blocks. Blocks are small so that
-the built-in model computes few tokens a block."""
+the built-in model computes few tokens per block."""
 
 
 def measure_sessions(

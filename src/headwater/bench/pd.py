@@ -3,7 +3,7 @@ instances.
 
 `pd_over_mixed` holds one prefill and one decode instance, a core each, against two mixed
 instances on the same cores, every prompt handed off, and `routed_over_mixed` where only those
-are that a router would hand off: time to first token, tokens a second, and the slowest
+are that a router would hand off: time to first token, tokens per second, and the slowest
 hundredth of times between tokens (its mean); `handoff_ms` says where the time of a hand-off goes;
 `second_turn_byte_share` what a second turn moves of its prompt; `pd_hits` what a pair finds of
 its prompts on a trace, beside a mixed instance as large as its P; `link_ratio` how fast each

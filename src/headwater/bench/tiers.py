@@ -2,7 +2,7 @@
 
 (a) traffic that never hits, with and without tiers, alternately; (b) the time to the first
 token of a hit in each tier and of computing the same prompt; (c) many requests at once for one
-stored prefix; (d) bytes a second of each backend beside the barest use of its medium; (e) the
+stored prefix; (d) bytes per second of each backend beside the barest use of its medium; (e) the
 first token while a stopped backend never returns a call, once the breaker has opened, beside no
 storage; (f) sessions that do not fit on the device: what each turn finds of what it could; (g)
 a simulated grid: first tokens when loads are priced, over always and never waiting for storage;
@@ -108,7 +108,7 @@ def measure_hits(media: Media, options: Namespace) -> Result:
 
 
 def measure_convoy(media: Media, options: Namespace) -> Result:
-    """`convoy_ratio`: requests a second for one stored prefix, over the same computed."""
+    """`convoy_ratio`: requests per second for one stored prefix, over the same computed."""
     engine = TierEngine(
         **_settings(options),
         write_policy="write_through",

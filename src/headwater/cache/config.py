@@ -86,7 +86,9 @@ class CacheConfig:
                 f"write_ahead_blocks must be positive, got {self.write_ahead_blocks}"
             )
         if self.weights is not None and self.eviction != "session":
-            raise ConfigError(f"weights are for the session policy, not for {self.eviction}")
+            raise ConfigError(
+                f"weights need the session policy, but the policy is {self.eviction}"
+            )
         if not 0.0 <= self.hint_share <= 1.0:
             raise ConfigError(f"hint_share is a share between 0 and 1, got {self.hint_share}")
         if not isinstance(self.write_policy, WritePolicy):

@@ -66,7 +66,7 @@ class EvictionWindow:
         """Value of `_used` when the window was last searched."""
 
     def measure_step(self) -> None:
-        """Measure how many blocks were taken since the last call. Called once a step."""
+        """Measure how many blocks were taken since the last call. Called once per step."""
         used = self._used
         taken, self._used_before = used - self._used_before, used
         if taken > 0:  # a step that takes nothing changes nothing: replay skips such steps
@@ -143,7 +143,7 @@ class WriteQueue:
 
     @property
     def may_have_any(self) -> bool:
-        """Whether there may be something to write. O(1); called once a step."""
+        """Whether there may be something to write. O(1); called once per step."""
         self.window.measure_step()
         return bool(self._to_host) or self._to_storage.may_have_any or self.window.is_due
 

@@ -130,7 +130,7 @@ def cluster(text: str) -> dict[str, int]:
     try:
         prefill, others = (int(first), int(second)) if colon else (0, int(first))
     except ValueError as exc:
-        raise ConfigError(f"--pd is for example 1:3, got {text!r}") from exc
+        raise ConfigError(f"--pd must be two numbers such as 1:3, got {text!r}") from exc
     if colon and (prefill < 1 or others < 1):
         raise ConfigError(f"--pd {text} leaves out a role: give at least 1:1")
     return {"num_instances": prefill + others, "num_prefill": prefill}
@@ -141,11 +141,15 @@ def run_replay(options: Namespace) -> int:
     if options.cache_only:
         return _run_cache_only(options)
     if options.eviction == "opt":
-        raise ConfigError("--eviction opt knows the future: it is for --cache-only")
+        raise ConfigError(
+            "--eviction opt needs the whole trace in advance: use it with --cache-only"
+        )
     if options.capacity_blocks is not None:
-        raise ConfigError("--capacity-blocks is for --cache-only; give --device-gib")
+        raise ConfigError(
+            "--capacity-blocks works only with --cache-only; give --device-gib instead"
+        )
     if (options.weights, options.save_weights) != ("none", None):
-        raise ConfigError("--weights and --save-weights are for --cache-only")
+        raise ConfigError("--weights and --save-weights work only with --cache-only")
     return _run_engine(options)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _ABOUT = """\
 Show what a server is doing: throughput, latency, where prompts came from, tiers, transfers,
-misses and requests, once a second. The same as its page at /dashboard: median and 99th
+misses and requests, once per second. The same as its page at /dashboard: median and 99th
 percentile are of the last minute, hits of the last half minute. Of a router: each instance with
 its state, load, rate and hits. `q` or Ctrl-C leaves.
 

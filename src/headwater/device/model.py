@@ -313,6 +313,6 @@ def _token_ids(named: object, path: Path) -> tuple[int, ...]:
     for token in ids:
         if type(token) is not int or token < 0:
             raise ModelError(
-                f"{path}: eos_token_id is a token id, or a list of them: {named!r}"
+                f"{path}: eos_token_id must be a token id or a list of them, got {named!r}"
             )
     return tuple(ids)

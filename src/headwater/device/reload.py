@@ -22,7 +22,9 @@ def load_like(model: LoadedModel, folder: Path) -> LoadedModel:
     for name in _MUST_AGREE:
         old, new = getattr(model, name), getattr(other, name)
         if old != new:
-            raise ModelError(f"{folder} has another shape: {name} is {new}, and was {old}")
+            raise ModelError(
+                f"{folder} has another shape: {name} is {new}, but the served model has {old}; start a server for it"
+            )
     if _tokenizer(model.model_dir) != _tokenizer(folder):
         raise ModelError(f"{folder} has another tokenizer; start a server for it")
     return other

@@ -93,7 +93,7 @@ class AsyncEngine:
         self.check_alive()
         request_id = request.request_id
         if request_id in self._mailboxes:
-            raise RequestError(f"request {request_id} is already running")
+            raise RequestError(f"request {request_id} is already running; use another id")
         mailbox = self._mailboxes[request_id] = Mailbox()
         has_ended = False
         try:

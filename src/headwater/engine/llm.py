@@ -180,7 +180,7 @@ class OfflineEngine:
 
     def _request(self, tokens: Tokens, params: SamplingParams, cache_salt: str) -> Request:
         if len(tokens) == 0:
-            raise RequestError("a prompt is empty")
+            raise RequestError("a prompt is empty; give at least one token")
         return Request(
             request_id=RequestId(f"offline-{next(self._numbers)}"),
             tokens=tokens,

@@ -66,14 +66,14 @@ def read_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
             raise RequestError(f"stop is a string, or a list of them; one is {_kind(text)}")
         check_text("stop", text)
     if not all(stops):
-        raise RequestError("a stop string is empty")
+        raise RequestError("a stop string is empty; leave it out")
     return stops
 
 
 def read_salt(cache_salt: str) -> str:
     """The cache salt: it names the tenant whose blocks may be found."""
     if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt is a string, got {_kind(cache_salt)}")
+        raise RequestError(f"cache_salt must be a string, got {_kind(cache_salt)}")
     check_text("cache_salt", cache_salt)
     return cache_salt
 
@@ -81,7 +81,7 @@ def read_salt(cache_salt: str) -> str:
 def read_count(n: int) -> int:
     """The number of answers to each prompt."""
     if not is_whole(n) or n < 1:
-        raise RequestError(f"n is a whole number of at least 1, got {n!r}")
+        raise RequestError(f"n must be a whole number of at least 1, got {n!r}")
     return n
 
 

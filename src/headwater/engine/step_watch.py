@@ -62,7 +62,7 @@ class StepWatch:
 
     @property
     def wants_tiers(self) -> bool:
-        """Whether to read the state of the host tier now: at most once a second, until it was
+        """Whether to read the state of the host tier now: at most once per second, until it was
         full."""
         return not self._host_was_full and self._clock.now() >= self._look_at_s
 

@@ -129,7 +129,7 @@ def _read_schema(schema: object) -> object:
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
-        raise RequestError("a JSON schema is an object")
+        raise RequestError("a JSON schema must be an object")
     check_schema_size(schema)
     return schema
 

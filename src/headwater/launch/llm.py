@@ -36,7 +36,9 @@ class LLM(OfflineEngine):
         found = find_model(config.model, revision)
         config = replace(config, model=found.folder, model_name=found.name)
         if config.kv_events is not None:
-            raise ConfigError("kv_events: a model without a server has no subscribers")
+            raise ConfigError(
+                "kv_events: a model without a server has no subscribers; leave it out"
+            )
         try:
             core, info = build_core(config)
         except ModuleNotFoundError as error:

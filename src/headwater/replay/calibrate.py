@@ -53,7 +53,7 @@ def calibrated(machine: Machine, path: Path) -> Machine:
         raise ConfigError(f"--calibrate {path}: a figure is not as expected: {exc!r}") from exc
     if not taken:
         raise ConfigError(
-            f"--calibrate {path} has nothing that costs are made from; it takes the JSON of "
+            f"--calibrate {path} has no figures for the cost model; it takes the JSON of "
             "headwater bench serve, tiers or gpu"
         )
     return replace(

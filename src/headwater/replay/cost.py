@@ -67,7 +67,7 @@ class StepCost:
         if self.expert_share > 1.0:
             raise ConfigError(f"expert_share is at most 1, got {self.expert_share}")
         if self.launch_s + self.weights_s <= 0:
-            raise ConfigError("a step that takes no time at all would never end")
+            raise ConfigError("a step must take some time: give launch_s, weights_s or token_s")
 
     def seconds(
         self, *, prompt_tokens: int, pairs: int, rows: int, context: Count
@@ -107,7 +107,9 @@ class LinkCost:
                 f"{self.bytes_s} B/s and {self.latency_s} s"
             )
         if self.max_jobs is not None and self.max_jobs < 1:
-            raise ConfigError(f"a link that carries {self.max_jobs} copies carries nothing")
+            raise ConfigError(
+                f"a link must carry at least one copy, got max_jobs {self.max_jobs}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

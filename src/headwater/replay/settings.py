@@ -53,7 +53,7 @@ class SimConfig:
             raise ConfigError(f"{self.num_instances} instances serve nothing")
         if not 0 <= self.num_prefill < self.num_instances:
             raise ConfigError(
-                f"of {self.num_instances} instances, {self.num_prefill} cannot be for prompts"
+                f"of {self.num_instances} instances, {self.num_prefill} cannot be prefill instances"
             )
         if self.storage_gib and not self.host_gib:
             raise ConfigError("storage needs a host tier to pass through: give --host-gib")
@@ -62,7 +62,7 @@ class SimConfig:
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} is a size in GiB, got {value}")
         if self.cache().device_blocks < 1:
-            raise ConfigError("the device's memory does not hold one block")
+            raise ConfigError("the device's memory does not hold one block; raise --device-gib")
 
     @property
     def block_bytes(self) -> int:

@@ -167,5 +167,7 @@ def _link_costs(config: SimConfig) -> dict[str, LinkCost]:
         names += (PEER_LINK,)
     missing = [name for name in names if name not in config.machine.links]
     if missing:
-        raise ConfigError(f"{config.machine.name} has no figures for: {', '.join(missing)}")
+        raise ConfigError(
+            f"{config.machine.name} has no figures for {', '.join(missing)}; use another --machine or --calibrate"
+        )
     return {name: config.machine.links[name] for name in names}

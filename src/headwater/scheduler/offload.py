@@ -28,7 +28,7 @@ several requests that end in one step, which are otherwise evicted unwritten."""
 
 _OFFLOAD_STEPS = 2
 """This many blocks may also be written at once: what this many steps compute. Writes are
-planned once a step, so a smaller number could not keep up."""
+planned once per step, so a smaller number could not keep up."""
 
 _MAX_OFFLOAD_SHARE = 2
 """Never more than one device block in this many: sequences need the others."""

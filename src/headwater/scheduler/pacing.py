@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside decodes, and which prompts come first.
+"""How many prompt tokens a step computes in addition to decodes, and which prompts come first.
 
 Every token of a prompt makes the step longer, and all decoding sequences wait for the step. With a
 target for the time between tokens, the step takes as many prompt tokens as fit into the target. The

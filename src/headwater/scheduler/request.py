@@ -95,7 +95,7 @@ class SamplingParams:
         for amount in self.logit_bias.values():
             _check_bounds("logit_bias", amount)
         if self.top_p == 0.0:
-            raise RequestError("top_p must be more than 0")
+            raise RequestError(f"top_p must be more than 0, got {self.top_p}")
         for name, least in _LEAST_COUNTS:
             count = getattr(self, name)
             if count is not None and count < least:
@@ -172,7 +172,7 @@ class Request:
 
 def _check_hint(hint: Hint, session_id: str) -> None:
     if not session_id:
-        raise RequestError("cache_hint says something of a session: give session_id")
+        raise RequestError("cache_hint applies to a session; give session_id with it")
     in_s = hint.returns_in_s
     if in_s is not None and not 0.0 <= in_s <= MAX_RETURNS_IN_S:
         raise RequestError(f"returns_in_s is between 0 and {MAX_RETURNS_IN_S:g}, got {in_s}")
@@ -183,14 +183,16 @@ def length_end(request: Request, max_model_len: int) -> int:
     is no room for one output token."""
     num_tokens = len(request.tokens)
     if num_tokens == 0:
-        raise RequestError("the prompt is empty")
+        raise RequestError("the prompt is empty; give at least one token")
     if num_tokens >= max_model_len:
         raise PromptTooLong(
             f"the prompt has {num_tokens} tokens; with one token of output at most "
             f"{max_model_len - 1} are possible here"
         )
     if request.num_resumed_tokens >= request.params.max_tokens:
-        raise RequestError(f"all {request.params.max_tokens} tokens of output exist already")
+        raise RequestError(
+            f"all {request.params.max_tokens} output tokens exist already; raise max_tokens"
+        )
     return min(
         num_tokens - request.num_resumed_tokens + request.params.max_tokens, max_model_len
     )

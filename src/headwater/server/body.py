@@ -90,7 +90,7 @@ def decode_json(raw: bytes, kind: type[S]) -> S:
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RequestRefused(f"the body is not JSON: {exc}") from exc
     except RecursionError as exc:
-        raise RequestRefused("the body is nested too deeply") from exc
+        raise RequestRefused("the body is nested too deeply; send a flatter one") from exc
 
 
 async def read_raw(request: Request, max_bytes: int) -> bytes:

@@ -41,7 +41,7 @@ class AttentionStep(Protocol):
     ) -> Tensor:
         """Store K and V of the packed tokens, `[tokens, kv_heads, head_dim]`; attend with Q.
 
-        Returns `[tokens, heads, head_dim]`. Called once a layer, in order.
+        Returns `[tokens, heads, head_dim]`. Called once per layer, in order.
         """
 
 

@@ -68,7 +68,9 @@ class CudaCopier:
         self._clock = clock
         self._part = pool.part
         if self._part is not None and self._part.whole.scale_bytes:
-            raise ConfigError("KV in 8 bits cannot be copied by ranks on GPUs yet")
+            raise ConfigError(
+                "KV in 8 bits cannot be copied by ranks on GPUs yet; leave out --kv-cache-dtype fp8"
+            )
         self._block_bytes = slab.block_bytes
         self._runtime = Runtime(pool.device.index or 0)
         self._pinned = PinnedSlab(slab, self._runtime, clock)

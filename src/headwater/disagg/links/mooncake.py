@@ -87,7 +87,9 @@ class TransferEngine:
                 return idle.pop()
         memory = memoryview(mmap.mmap(-1, num_bytes))
         if self._engine.register_memory(address_of(memory), num_bytes) != 0:
-            raise ConfigError("the Mooncake Transfer Engine cannot register staging memory")
+            raise ConfigError(
+                "the Mooncake Transfer Engine cannot register staging memory; check ulimit -l and the RDMA devices"
+            )
         with self._lock:
             self._all.append(memory)
         return memory
@@ -99,7 +101,9 @@ class TransferEngine:
                 return
             self._all.append(memory)
         if self._engine.register_memory(address_of(memory), len(memory)) != 0:
-            raise ConfigError("the Mooncake Transfer Engine cannot register the block memory")
+            raise ConfigError(
+                "the Mooncake Transfer Engine cannot register the block memory; check ulimit -l and the RDMA devices"
+            )
 
     def free(self, memory: memoryview) -> None:
         """Return staging memory for the next caller of `allocate`."""

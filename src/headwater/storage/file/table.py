@@ -1,7 +1,7 @@
 """The table of a slab: which block is in which slot, in a small file beside the slab.
 
     page 0        magic, version, fingerprint, sizes, check · at 2048 a count of changes
-    from 4096 on  one entry of 80 bytes a slot: key 32, parent 32, sequence 8, zero 4, check 4
+    from 4096 on  one entry of 80 bytes per slot: key 32, parent 32, sequence 8, zero 4, check 4
 
 Its owner holds an exclusive `flock` on it for as long as it lives, so a slab whose table can
 be locked has no owner. An entry is written after the slot is whole and cleared before the slot

@@ -146,7 +146,9 @@ class MooncakeStorage:
             start = address_of(memory)
             if self._store.register_buffer(start, len(memory)) != 0:
                 self.close()
-                raise ConfigError("Mooncake cannot register the host slab")
+                raise ConfigError(
+                    "Mooncake cannot register the host slab; check ulimit -l and the RDMA devices"
+                )
             self._memory = (start, start + len(memory))
 
     def _master_answers(self) -> bool:
