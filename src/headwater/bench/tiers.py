@@ -287,7 +287,12 @@ def _parser() -> ArgumentParser:
     add("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="prompt tokens")
     add("--pairs", type=int, default=24, help="pairs of runs that never hit (24)")
     add("--miss-tokens", type=int, default=256, help="tokens of a prompt that never hits (256)")
-    add("--rounds", type=int, default=5, help="runs of which the median is told (5)")
+    add(
+        "--rounds",
+        type=int,
+        default=5,
+        help="runs of which the median (of backends: the fastest) is told (5)",
+    )
     add(
         "--blocks", type=int, default=64, help="blocks of 1 MiB moved to a backend at once (64)"
     )
