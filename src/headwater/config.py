@@ -228,6 +228,10 @@ class EngineConfig:
     storage_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the backend."""
 
+    storage_is_optional: bool = False
+    """Whether the engine starts although storage cannot be opened: it was restarted, and worked
+    with these settings before."""
+
     kv_events: KvEventsConfig | None = None
     """How KV events are published; None means not at all."""
 

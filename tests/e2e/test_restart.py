@@ -1,5 +1,6 @@
 """An engine killed at any moment: its host tier is found again, and no token is wrong."""
 
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live import LiveServer
+from tests.storage.conftest import RedisServer
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +125,22 @@ def until(reached, within_s=30.0):
     while not reached():
         assert time.monotonic() < end_s
         time.sleep(0.05)
+
+
+def test_an_engine_restarts_though_its_storage_is_gone(tmp_path):
+    """A wrong address is an error at the first start; a server that went away later is not."""
+    redis = RedisServer(tmp_path)
+    config = json.dumps({"url": redis.url})
+    server = LiveServer(
+        *FLAGS, "--kvcache-storage-backend", "redis", "--kvcache-storage-config", config
+    ).wait_ready()
+    redis.stop()
+
+    kill_engine(server)
+
+    assert server.complete(max_tokens=4).status_code == 200
+    assert server.stop() == 0
+    assert "storage is not open yet, requests are served without it" in "".join(server.errors)
 
 
 @pytest.mark.nightly

@@ -15,8 +15,8 @@ import pytest
 
 from headwater.clock import SystemClock
 from headwater.engine.client import ResetReport
-from headwater.errors import StorageUnavailable
-from headwater.storage import Opening, StorageBackend
+from headwater.errors import ConfigError, StorageUnavailable
+from headwater.storage import Opening, StorageBackend, open_storage
 from headwater.storage.breaker import BreakerConfig
 from headwater.storage.late import LateStorage
 from headwater.storage.memory import MemoryConfig, MemoryStorage
@@ -311,6 +311,22 @@ def test_a_stopped_redis_server(tmp_path: Path, call: str) -> None:
     server.stop()
 
 
+def test_a_redis_server_that_is_down_is_optional_after_a_restart(
+    tmp_path: Path, hurried: None
+) -> None:
+    """A restarted engine starts without it and uses it when it is back; a first start fails."""
+    server = RedisServer(tmp_path)
+    server.stop()
+    bench = Bench("redis", {"url": server.url}, server.stop)
+    with pytest.raises(ConfigError, match="refused"):
+        bench.open()
+
+    optional = open_storage("redis", bench.settings, make_opening(), is_optional=True)
+    serve_until_stored(bench, optional, server.start)
+
+    server.stop()
+
+
 def test_a_stopped_redis_server_is_opened_late(tmp_path: Path, hurried: None) -> None:
     """It accepts connections, in the kernel, and answers nothing; an open one closes at once."""
     server = RedisServer(tmp_path)
@@ -373,4 +389,6 @@ def test_a_pool_whose_master_is_stopped_can_be_closed() -> None:
 
     backend.close()
 
+    master.go_on()
+    backend._store.close()  # type: ignore[attr-defined] # else it delays the end of this process
     master.stop()

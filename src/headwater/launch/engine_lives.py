@@ -145,11 +145,15 @@ class EngineLives:
         return await engine.wait()
 
     def _settings(self) -> EngineConfig:
-        """Settings of the next engine. On a CPU, free memory is smaller than it was before the
-        host tier filled, so the number of device blocks is that of the first engine."""
-        if not self._num_device_blocks or self.engine_config.device != "cpu":
+        """Settings of the next engine. After the first one, storage that is down does not keep
+        an engine from starting. On a CPU, free memory is smaller than it was before the host tier
+        filled, so the number of device blocks is that of the first engine."""
+        if not self._num_device_blocks:
             return self.engine_config
-        return replace(self.engine_config, num_blocks_override=self._num_device_blocks)
+        config = replace(self.engine_config, storage_is_optional=True)
+        if config.device != "cpu":
+            return config
+        return replace(config, num_blocks_override=self._num_device_blocks)
 
     def _describe(self, engine: EngineProcess, info: EngineInfo) -> EngineUp:
         self._began = self._began or (unix_s(), self._clock.now())

@@ -165,5 +165,10 @@ def open_backend(
         memory=slab.memory,
         environ=dict(os.environ),
     )
-    backend = open_storage(config.storage_backend, config.storage_config, opening)
+    backend = open_storage(
+        config.storage_backend,
+        config.storage_config,
+        opening,
+        is_optional=config.storage_is_optional,
+    )
     return GuardedStorage(backend, BreakerConfig(), clock)

@@ -1,8 +1,8 @@
 """A backend that opens in a thread: a mount or a server may answer late, or never.
 
 Until it is open every call is refused at once, so to a request the tier is a miss. An open that
-ends with StorageTimeout is tried again. Any other error ends the start of the engine, or is tried
-again too where the engine has started meanwhile.
+ends with StorageTimeout is tried again. Any other error ends the start of the engine, so that a wrong
+address is noticed. It is tried again too where the engine has started meanwhile, or was restarted.
 """
 
 import logging
@@ -24,9 +24,15 @@ class LateStorage:
     """A `StorageBackend` around one that is being opened."""
 
     def __init__(
-        self, name: str, open_backend: Callable[[], StorageBackend], *, block_bytes: int
+        self,
+        name: str,
+        open_backend: Callable[[], StorageBackend],
+        *,
+        block_bytes: int,
+        is_optional: bool = False,
     ) -> None:
-        """Start to open. The thread is a daemon: it never keeps the process from exiting."""
+        """Start to open. The thread is a daemon: it never keeps the process from exiting. If
+        `is_optional`, no error of opening is final."""
         self._name = name
         self._open_backend = open_backend
         self._empty = StorageCounters(name, block_bytes)
@@ -35,25 +41,28 @@ class LateStorage:
         self._lock = Lock()
         """Guards `_backend` and `_is_closed`, so that a late backend is closed exactly once."""
         self._is_closed = False
-        self._is_late = False
+        self._is_late = is_optional
         self._ended = Event()
-        """Set when the backend is open, or failed to open before it was late."""
+        """Set when the backend is open, failed to open before it was late, or is optional and the
+        first try failed."""
+        self._is_optional = is_optional
         self._closing = Event()
         Thread(target=self._open, name="storage-open", daemon=True).start()
 
     def wait(self, timeout_s: float) -> StorageBackend:
         """The backend itself if it opens within `timeout_s`, else this object, which passes calls
         on as soon as it is open. Raises what opening raised."""
-        if not self._ended.wait(timeout_s):
-            self._is_late = True
-            log.warning(
-                "storage is not open yet, requests are served without it: backend=%s waited_s=%g",
-                *(self._name, timeout_s),
-            )
-            return self
+        self._ended.wait(timeout_s)
         if self._error is not None:
             raise self._error
-        return self._opened()
+        backend = self._backend
+        if backend is None:
+            self._is_late = True
+            log.warning(
+                "storage is not open yet, requests are served without it: backend=%s",
+                self._name,
+            )
+        return backend or self
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
         return self._opened().contains(runs, timeout_s=timeout_s)
@@ -108,6 +117,8 @@ class LateStorage:
                     "storage does not open: backend=%s retry_s=%g error=%s",
                     *(self._name, RETRY_S, error),
                 )
+                if self._is_optional:
+                    self._ended.set()
                 self._closing.wait(RETRY_S)
             else:
                 break

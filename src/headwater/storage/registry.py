@@ -24,11 +24,14 @@ OPEN_TIMEOUT_S = 15.0
 """Longest wait for a backend to open. An engine starts without one that takes longer."""
 
 
-def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> StorageBackend:
+def open_storage(
+    name: str, settings: Mapping[str, Any], opening: Opening, *, is_optional: bool = False
+) -> StorageBackend:
     """The backend `name`, or ConfigError with what to change.
 
     A backend that does not open within OPEN_TIMEOUT_S, or whose server does not answer, opens in
-    the background; until then every call raises StorageUnavailable.
+    the background; until then every call raises StorageUnavailable. If `is_optional`, so does a
+    backend that cannot be opened now for any other reason.
     """
     path = _BACKENDS.get(name, name)
     if ":" not in path:
@@ -41,7 +44,10 @@ def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> St
     except AttributeError as error:
         raise ConfigError(f"module {module_name!r} has no {class_name!r}") from error
     late = LateStorage(
-        name, lambda: backend.open(settings, opening), block_bytes=opening.format.block_bytes
+        name,
+        lambda: backend.open(settings, opening),
+        block_bytes=opening.format.block_bytes,
+        is_optional=is_optional,
     )
     try:
         return late.wait(OPEN_TIMEOUT_S)
