@@ -69,7 +69,7 @@ def serve_many(engine: EchoTiers, salt: str) -> None:
 
 
 def store_all(bench: Bench, backend: StorageBackend, salt: str) -> None:
-    """Have another engine write the blocks of every second prompt."""
+    """Let another engine write the blocks of every second prompt."""
     writer = bench.engine(backend, timeout_s=STUCK_S)
     for number in range(0, NUM_PROMPTS, 2):
         serve(writer, salt, f"writer {number}", prompt_of(number))
@@ -77,7 +77,7 @@ def store_all(bench: Bench, backend: StorageBackend, salt: str) -> None:
 
 
 def check_device_is_free(engine: EchoTiers) -> None:
-    """Lost calls hold no device slot, and nothing that admission needs."""
+    """Lost calls hold no device slot and nothing that admission needs."""
     device = engine.cache.stats().device
     assert device.free + device.cached == device.total
 
@@ -109,7 +109,7 @@ def test_requests_end_and_slots_come_back(
 def test_a_reset_of_storage_ends_though_remove_never_returns(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Its caller is told; requests are served meanwhile and afterwards."""
+    """Its caller gets the reason; requests are served meanwhile and afterwards."""
     double = FaultyStorage(backend, {"remove": [Fault.NEVER] * 10})
     engine = bench.engine(double, timeout_s=SHORT_S, breaker=BREAKER)
     reports: list[ResetReport] = []
@@ -132,7 +132,7 @@ def test_a_reset_of_storage_ends_though_remove_never_returns(
 
 
 def test_a_backend_that_never_closes(bench: Bench, backend: StorageBackend) -> None:
-    """Shutting down waits for it for a bounded time."""
+    """Shutdown waits for it only for a bounded time."""
 
     class NeverCloses(FaultyStorage):
         def close(self) -> None:
@@ -150,7 +150,7 @@ def test_a_backend_that_never_closes(bench: Bench, backend: StorageBackend) -> N
 
 
 class OpensWithLock(MemoryStorage):
-    """A plug-in whose `open` returns only when nothing else holds the lock of a file."""
+    """A plug-in whose `open` returns only when no other process holds the lock of a file."""
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> "OpensWithLock":
@@ -160,7 +160,7 @@ class OpensWithLock(MemoryStorage):
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening is waited for, and tried again after, a tenth of a second."""
+    """Opening times out, and is tried again, after a tenth of a second."""
     monkeypatch.setattr("headwater.storage.registry.OPEN_TIMEOUT_S", 0.1)
     monkeypatch.setattr("headwater.storage.late.RETRY_S", 0.1)
 
@@ -187,7 +187,8 @@ def serve_until_stored(
 
 
 def test_a_backend_that_opens_late(tmp_path: Path, hurried: None) -> None:
-    """The engine starts without it. Until it is open it is a miss; then it is used."""
+    """The engine starts without it. Until it is open every lookup is a miss; then it is
+    used."""
     path = tmp_path / "lock"
     path.touch()
     held = os.open(path, os.O_RDWR)
@@ -266,7 +267,7 @@ def stop_growth(folder: Path) -> Callable[[], None]:
 def test_a_file_system_that_stops_answering(
     tmp_path: Path, stop: Callable[[Path], Callable[[], None]]
 ) -> None:
-    """Real calls that block in the kernel: requests go on without storage."""
+    """Real calls that block in the kernel: requests continue without storage."""
     bench = make_file_bench(tmp_path)
     backend = bench.open()
     engine = bench.engine(backend, timeout_s=SHORT_S, breaker=BREAKER)
@@ -328,7 +329,8 @@ def test_a_redis_server_that_is_down_is_optional_after_a_restart(
 
 
 def test_a_stopped_redis_server_is_opened_late(tmp_path: Path, hurried: None) -> None:
-    """It accepts connections, in the kernel, and answers nothing; an open one closes at once."""
+    """The kernel accepts connections but the server answers nothing; an open backend closes at
+    once."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url, "connect_timeout_s": 0.2}, server.stop)
     opened = bench.open()

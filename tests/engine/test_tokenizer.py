@@ -137,7 +137,7 @@ def test_no_template_is_a_refused_chat(tmp_path):
     ],
 )
 def test_a_bad_folder_is_refused_with_a_sentence(tmp_path, name, content, sentence):
-    """Lesson 61: what cannot be loaded raises at once, and says which file is wrong."""
+    """Lesson 61: an unusable folder raises an error at once that names the wrong file."""
     folder = make_tokenizer_folder(tmp_path)
     (folder / name).unlink(missing_ok=True)
     if content is not None:

@@ -115,7 +115,7 @@ def test_without_matplotlib_it_is_said_what_to_install(
         (["--slo", "fast"], "for example"),
         (["--eviction", "opt"], "--cache-only"),
         (["--storage-gib", "5"], "--host-gib"),
-        (["--instances", "0"], "serve nothing"),
+        (["--instances", "0"], "cannot serve"),
         (["--pd", "1:x"], "for example 1:3"),
         (["--pd", "0:3"], "leaves out a role"),
         (["--calibrate", "absent.json"], "cannot read"),

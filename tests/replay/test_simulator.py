@@ -267,7 +267,7 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
 def test_impossible_deployments_are_refused():
     """With a sentence each."""
     for changes, message in (
-        ({"num_instances": 0}, "serve nothing"),
+        ({"num_instances": 0}, "cannot serve"),
         ({"storage_gib": 1.0}, "needs a host tier"),
         ({"host_gib": -1.0}, "is a size"),
         ({"device_gib": 0.0}, "does not hold one block"),

@@ -63,20 +63,21 @@ class Harness:
         )
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait until the server has this many sequences."""
+        """Run the event loop until a condition is true; pytest's own timeout limits the
+        wait."""
         while not reached():  # noqa: ASYNC110 -- what is waited for has no event of its own
             await asyncio.sleep(0)
 
     async def until_live(self, count: int) -> None:
-        """Until the server has this many sequences on its books."""
+        """Wait until the server has this many sequences."""
         await self.until(lambda: self.service.live.num_sequences >= count)
 
     async def until_waiting(self, count: int) -> None:
-        """Until the engine has this many sequences waiting."""
+        """Wait until the engine has this many waiting sequences."""
         await self.until(lambda: self.engine.core.stats().num_waiting >= count)
 
     async def until_idle(self) -> None:
-        """Until the engine has nothing to do."""
+        """Wait until the engine has nothing to do."""
         await self.until(lambda: not self.engine.core.has_work)
 
     async def all_free(self) -> bool:
@@ -85,7 +86,7 @@ class Harness:
 
 
 def run(scenario: Any, limits: LimitsConfig | None = None, **settings: Any) -> None:
-    """Run `scenario(harness)`; afterwards nothing is alive and the books balance."""
+    """Run `scenario(harness)`; afterwards nothing is alive and all invariants hold."""
 
     async def whole() -> None:
         harness = Harness(limits, **settings)
@@ -99,7 +100,7 @@ def run(scenario: Any, limits: LimitsConfig | None = None, **settings: Any) -> N
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The events of a stream, the closing [DONE] checked and left out."""
+    """The events of a stream, without the final [DONE], which is checked."""
     lines = [line for line in response.text.split("\n\n") if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"

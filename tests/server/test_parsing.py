@@ -48,7 +48,7 @@ CITY = '{"city": "Zürich", "days": 2}'
 
 @dataclass(frozen=True)
 class Golden:
-    """What a model writes, and what it means."""
+    """What a model writes, and its parts."""
 
     format: str
     text: str
@@ -231,7 +231,7 @@ GOLDEN = {
 
 
 def streamed(parser: OutputParser, pieces: list[str]) -> ParsedOutput:
-    """What is given out before the stream ends."""
+    """The parts that are emitted before the stream ends."""
     out = ParsedOutput()
     for piece in pieces:
         out.add(parser.feed(piece))
@@ -253,7 +253,7 @@ def cut(data: st.DataObject, text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_transcript_means_what_its_format_says(name):
-    """Whole, and character by character, each golden transcript gives its calls and its text."""
+    """Whole and character by character, each transcript gives its calls and its text."""
     golden = GOLDEN[name]
     for pieces in ([golden.text], list(golden.text)):
         out, num_malformed = parse(TOOL_FORMATS[golden.format]().parser(TOOLS), pieces)
@@ -296,7 +296,7 @@ TRANSCRIPTS = [(golden.format, golden.text) for golden in GOLDEN.values()] + [
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_a_split_of_the_stream_changes_nothing(data):
-    """An answer that is cut off during reasoning has no content."""
+    """Any division of any transcript gives the result of the whole text; none raises."""
     name, whole = data.draw(st.sampled_from(TRANSCRIPTS))
     text = whole[: data.draw(st.integers(0, len(whole)))]
     one, many = TOOL_FORMATS[name]().parser(TOOLS), TOOL_FORMATS[name]().parser(TOOLS)
@@ -338,7 +338,7 @@ def test_a_call_cut_after_it_began_is_text_with_a_flag(name):
 
 
 def test_a_call_of_an_unknown_tool_is_not_given_out_early():
-    """Its text may still become content, so it is kept until it is whole."""
+    """Its text may still become content, so it is kept until it is complete."""
     text = '<tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>'
     parser = TOOL_FORMATS["hermes"]().parser(TOOLS)
     for sign in text[:-1]:
@@ -347,7 +347,7 @@ def test_a_call_of_an_unknown_tool_is_not_given_out_early():
 
 
 def test_a_call_that_changes_its_mind_is_malformed():
-    """A second name or second arguments: what was given out is not the call."""
+    """A second name or second arguments: the emitted part is not the call."""
     for end in (', "name": "get-time"}', ', "arguments": {"city": "Rome"}}'):
         text = '<tool_call>{"name": "get_weather", "arguments": {"city": "x"}' + end
         answer, num_malformed = parse(
@@ -388,7 +388,7 @@ def test_no_more_calls_than_asked_for(data):
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_damaged_text_never_raises_and_is_never_lost_in_silence(data):
-    """Markers and JSON in any order: no exception, and what is no call is content."""
+    """Markers and JSON in any order: no exception, and text that is not a call is content."""
     name = data.draw(st.sampled_from(sorted(TOOL_FORMATS)))
     made = TOOL_FORMATS[name]()
     parts = st.sampled_from(
@@ -448,13 +448,13 @@ def test_reasoning_before_calls_survives_any_split(data):
 
 
 def test_an_answer_without_reasoning_is_all_content():
-    """A model that does not think keeps its text, white space included."""
+    """A model that does not reason keeps its text, including white space."""
     parser = ThinkingParser(REASONING_TAGS["think"], PlainParser(), is_open=False)
     assert parse(parser, list(" hi <think> there\n"))[0].content == " hi <think> there\n"
 
 
 def test_reasoning_without_an_end_is_reasoning():
-    """An answer cut while the model thinks has no content."""
+    """An answer that is cut off during reasoning has no content."""
     parser = ThinkingParser(REASONING_TAGS["think"], PlainParser(), is_open=True)
     assert parse(parser, ["I wonder ", "</thi"])[0] == ParsedAnswer(reasoning="I wonder </thi")
 
@@ -474,12 +474,12 @@ def test_reasoning_without_an_end_is_reasoning():
     ],
 )
 def test_the_template_names_its_format(template, name):
-    """`auto` chooses by the signs that a template contains; without tools there is none."""
+    """`auto` chooses by texts in the template; without tools there is no format."""
     assert detect_format(template) == name
 
 
 def test_formats_and_tags_are_chosen_by_name():
-    """A name, `none`, or a class of the user's own; anything else is a configuration error."""
+    """A name, `none`, or a class of the user; anything else is a configuration error."""
     assert isinstance(tool_format("mistral", ""), TOOL_FORMATS["mistral"])  # type: ignore[arg-type]
     assert tool_format("none", "tools <tool_call>") is None
     own = tool_format("headwater.server.parsing.formats:HermesFormat", "")
@@ -500,7 +500,7 @@ def test_half_a_surrogate_pair_is_written_as_an_escape():
 
 
 def test_the_scanner_holds_back_no_more_than_a_marker():
-    """Text that cannot begin a marker is given out at once."""
+    """Text that cannot begin a marker is emitted at once."""
     scanner = MarkerScanner(["<end>"])
     assert list(scanner.feed("abc<e")) == [("abc", False)]
     assert list(scanner.feed("f")) == [("<ef", False)]

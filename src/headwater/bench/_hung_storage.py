@@ -1,11 +1,11 @@
 """First tokens of an engine whose storage never answers, compared with an engine without
 storage.
 
-A cell is a backend and a call: the medium of the backend is stopped just before the first call of
-that kind (in memory: the call itself waits). Requests are served until none of them meets a timeout
-any more, because the breaker is open. From then on both engines serve the same prompts in turns,
-half of them stored before the stop. A second engine without storage shows what the machine cannot
-tell apart. At last the medium goes on, and every slot has to come back.
+A cell is a backend and a call: the medium of the backend is stopped just before the first call
+of that kind (in memory: the call itself waits). Requests are served until none of them waits
+for a timeout any more, because the breaker is open. From then on both engines serve the same
+prompts in turns, half of them stored before the stop. A second engine without storage shows
+what the machine cannot tell apart. At last the medium goes on, and every slot has to come back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ _TIMEOUT_S = 0.5
 
 _SETTLE_S = 60.0
 _SETTLED = 12
-"""Requests in a row without a timeout after which the breakers have done their work."""
+"""Requests in a row without a timeout after which the breakers count as open."""
 
 _NUM_STORED = 8
 _STORED_SEED, _FRESH_SEED = 400_000, 600_000
@@ -98,7 +98,7 @@ class HungStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class HungWorkload:
-    """What is served in every cell."""
+    """The workload of every cell."""
 
     model: "LoadedModel"
     settings: Mapping[str, Any]
@@ -174,7 +174,8 @@ class _Cell:
         )
 
     def settle(self) -> str:
-        """Let the calls hang, and serve until no request meets a timeout; the breakers' states."""
+        """Let the calls hang, and serve until no request waits for a timeout; return the
+        breakers' states."""
         engine = self.engine
         if self._call != "open":
             for prompt in _stored(self._work, engine):
@@ -195,7 +196,7 @@ class _Cell:
             fresh = engine.make_prompt(self._work.num_tokens, seed=_FRESH_SEED + number)
             engine.serve([fresh if number % 2 else prompts[number // 2 % 8]], max_tokens=1)
             engine.core.reset_cache()
-            engine.core.drain(0.02)  # a write that hangs is noticed at its deadline
+            engine.core.drain(0.02)  # a hanging write is noticed at its deadline
             calm = calm + 1 if _num_timeouts(engine) == before else 0
             number += 1
         stats = engine.core.stats().storage
@@ -203,7 +204,7 @@ class _Cell:
         return f"{stats.breaker} / {stats.write_breaker}"
 
     def num_lost(self) -> int:
-        """Slots that did not come back after every hung call has returned."""
+        """Slots that are still missing after every hung call has returned."""
         self._medium.go_on()
         self._hung.clear()
         self.engine.drain()
@@ -218,7 +219,7 @@ class _Cell:
         return lost
 
     def close_s(self) -> float:
-        """Seconds until the engine is closed though its storage stopped while it served."""
+        """Seconds until the engine is closed although its storage stopped while it served."""
         for prompt in _stored(self._work, self.engine):
             self.engine.serve([prompt], max_tokens=1)
         self._hung.append("close")
@@ -244,7 +245,7 @@ def _stored(work: HungWorkload, engine: TierEngine) -> list[Tokens]:
 
 
 def _compare(work: HungWorkload, plain: TierEngine, other: TierEngine) -> dict[str, float]:
-    """First tokens of `other` over those of `plain`, which serve in turns."""
+    """First tokens of `other` over those of `plain`; both serve alternately."""
     firsts: dict[TierEngine, list[float]] = {plain: [], other: []}
     stored = _stored(work, plain)
     for number in range(work.num_prompts + 2):

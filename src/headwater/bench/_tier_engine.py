@@ -26,30 +26,30 @@ _SERVE_S = 120.0
 
 @dataclass(slots=True)
 class TierRun:
-    """What came of some requests that were sent together."""
+    """The results of some requests that were sent together."""
 
     seconds: float
     first_s: float
-    """Until the first token of any of them."""
+    """Seconds until the first token of any of them."""
 
     cpu_s: float = 0.0
-    """Processor time of the whole process, which neighbours on the machine disturb least."""
+    """Processor time of the whole process, which other processes disturb least."""
 
     decide_us: float = 0.0
-    """Microseconds of deciding, all turns of the loop included, over steps."""
+    """Microseconds of scheduling per step, over all turns of the loop."""
 
     decide_p50_us: float = 0.0
-    """Microseconds of deciding of the median turn with tokens, which takes in no prompt."""
+    """Microseconds of scheduling in the median turn that decodes and admits no prompt."""
 
     decide_cpu_us: float = 0.0
     """The same in processor time of the loop's thread, which other processes do not change."""
 
     found: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens that were found, by tier."""
+    """Cached prompt tokens, by tier."""
 
 
 class TimedRunner:
-    """Passes everything on to a runner, and counts the processor time it takes."""
+    """Passes all calls to a runner, and measures its processor time."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -81,15 +81,15 @@ class TierEngine:
         /,
         **settings: Any,  # noqa: ANN401 -- typed by EngineConfig
     ) -> None:
-        """`loaded`, where given, is the model that `settings` name: engines that are compared share
-        their weights, or it would be pages of memory that are compared."""
+        """`loaded`, if given, is the model of `settings`: engines that are compared share their
+        weights; otherwise the comparison would measure memory pages."""
         self.core, self.info = build_core(EngineConfig(**settings), loaded)
         self._runner = self.core._runner = TimedRunner(self.core._runner)
         self._clock = SystemClock()
         self._numbers = itertools.count()
 
     def serve(self, prompts: list[Tokens], *, max_tokens: int) -> TierRun:
-        """All at once, until the last has ended."""
+        """Serve all requests at once."""
         began_s, first_s = self._clock.now(), 0.0
         before, cpu_s = self.core.stats(), process_time()
         waiting, found = len(prompts), dict.fromkeys(("device", "host", "storage"), 0)
@@ -127,18 +127,18 @@ class TierEngine:
         )
 
     def make_prompt(self, num_tokens: int, seed: int) -> Tokens:
-        """Tokens that no other seed begins with."""
+        """A prompt that shares no beginning with other seeds."""
         tokens = np.random.default_rng(seed).integers(5, 250, num_tokens)
         return tokens.astype(np.int32)
 
     def drain(self) -> None:
-        """Until everything that is being written is written."""
+        """Run until all writes have ended."""
         self.core.drain(_DRAIN_S)
 
     def serve_in_turn(
         self, prompts: list[Tokens], *, clients: int, max_tokens: int
     ) -> tuple[list[int], list[Tokens]]:
-        """`clients` at a time, until the last has ended: cached tokens and output of each."""
+        """Serve `clients` requests at a time; return cached tokens and output of each."""
         numbers: dict[RequestId, int] = {}
         cached = [0] * len(prompts)
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -167,7 +167,7 @@ class TierEngine:
             cache.free(slots)
 
     def limit_storage_calls(self, timeout_s: float) -> None:
-        """From now on no storage call is waited for longer."""
+        """Limit the wait for every later storage call."""
         for link in self.core._mover._timeouts_s:  # nothing in production changes them later
             self.core._mover._timeouts_s[link] = timeout_s
 

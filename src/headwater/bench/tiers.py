@@ -40,13 +40,13 @@ _TOGETHER = 50
 _PARTS = ("backends", "hits", "convoy", "all-miss", "hung", "sessions", "pricing")
 _TRACE_PARTS = ("storage-order",)
 _MISS_KEYS = {"control": "_control", "default": "", "write_through": "_write_through"}
-"""Engines that are held against one without tiers, and what their figures' names end with."""
+"""Engines that are compared with one without tiers, and the suffixes of their figures."""
 
 Result = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts that were asked for and print a table, or JSON."""
+    """Run the chosen parts and print a table or JSON."""
     options = read_flags(_parser(), argv)
     if options.quick:
         options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
@@ -132,11 +132,11 @@ def measure_convoy(media: Media, options: Namespace) -> Result:
 
 
 def measure_all_miss(folder: Path, options: Namespace) -> Result:
-    """`all_miss_loss`: the share of throughput that tiers cost where nothing ever hits.
+    """`all_miss_loss`: the share of throughput that tiers cost if nothing ever hits.
 
-    Engines over the same weights serve the same prompts in turns. `control` is a second engine
-    without tiers: what it seems to lose is what this machine cannot tell apart. `cpu` figures are
-    of processor time, copies in threads included, which neighbours disturb least.
+    Engines with the same weights serve the same prompts alternately. `control` is a second
+    engine without tiers: its loss is the noise of this machine. `cpu` figures are processor
+    time, including copies in threads, which other processes disturb least.
     """
     engines = _miss_engines(folder, options)
     runs: dict[str, list[TierRun]] = {name: [] for name in engines}
@@ -221,7 +221,7 @@ def _summary(name: str, losses: list[float]) -> Result:
 
 
 def _hit_s(engine: TierEngine, prompt: Tokens, tier: str, rounds: int) -> float:
-    """Median seconds to the first token where only `tier` has the prompt."""
+    """Median seconds to the first token if only `tier` has the prompt."""
     times = []
     for _ in range(rounds):
         if tier == "host":
@@ -237,7 +237,7 @@ def _hit_s(engine: TierEngine, prompt: Tokens, tier: str, rounds: int) -> float:
 
 
 def _interval(values: list[float]) -> dict[str, float]:
-    """95 % of the means of samples drawn again from `values`."""
+    """95 % interval of the means of samples drawn from `values`."""
     rng = np.random.default_rng(1)
     drawn = rng.choice(values, (2000, len(values)))
     low, high = np.percentile(drawn.mean(axis=1), [2.5, 97.5])

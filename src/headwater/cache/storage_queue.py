@@ -44,7 +44,7 @@ _Entry: TypeAlias = tuple[WriteRank, int, Node]
 _MAX_NODES = 16_384
 _SPARE_ENTRIES = 1_024
 MANY_USES = 6
-"""More uses say nothing more about the next one."""
+"""Uses above this number do not make another use more likely."""
 
 
 class StorageQueue:

@@ -266,7 +266,7 @@ def check_process(process: "ProcessSpec") -> None:
     except SystemExit:
         unknown = [errors.getvalue().strip().rpartition("error: ")[2]]
     if unknown:
-        raise ConfigError(f"{process.name}: {' '.join(unknown)} is not a flag or value of it")
+        raise ConfigError(f"{process.name}: {' '.join(unknown)} is not a valid flag or value")
 
 
 def _check(roles: "dict[Role, int]") -> None:

@@ -50,7 +50,7 @@ class SimConfig:
 
     def __post_init__(self) -> None:
         if self.num_instances < 1:
-            raise ConfigError(f"{self.num_instances} instances serve nothing")
+            raise ConfigError(f"{self.num_instances} instances cannot serve; give at least 1")
         if not 0 <= self.num_prefill < self.num_instances:
             raise ConfigError(
                 f"of {self.num_instances} instances, {self.num_prefill} cannot be prefill instances"

@@ -69,8 +69,8 @@ async def stored_response(request: Request) -> ASGIResponse:
 
 
 def _tenant(request: Request, cache_salt: str | None) -> str:
-    """Whose stored responses a request may use: those of its API key and its salt. A salt alone
-    would not do, because a client sends whichever it likes."""
+    """The tenant whose stored responses a request may use: its API key together with its salt.
+    A salt alone is not enough, because a client can send any salt."""
     caller = access_of(request).caller
     return f"{caller.name}\n{cache_salt or caller.cache_salt}"
 

@@ -36,7 +36,7 @@ def chat_request(body: ResponsesRequest, before: Sequence[Message] = ()) -> Chat
         raise RequestRefused("'background' is not supported; leave it out", param="background")
     messages = [*_instructions(body), *before, *_input_messages(body.input)]
     if not messages:
-        raise RequestRefused("the input is empty", param="input")
+        raise RequestRefused("the input is empty; send at least one message", param="input")
     conversation = body.conversation
     return ChatRequest(
         model=body.model,

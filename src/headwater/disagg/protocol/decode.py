@@ -249,7 +249,7 @@ class DecodeHandoff:
         return self._over(now, actions)
 
     def tick(self, now: float) -> Actions:
-        """Send again, or fail, where a deadline has passed."""
+        """If a deadline has passed, send again or fail."""
         if self.is_over:
             return []
         if now >= self._fence_end_s:

@@ -185,7 +185,7 @@ class PrefillHandoff:
         return [] if self.is_over else self._end(Reason.LOST)
 
     def tick(self, now: float) -> Actions:
-        """Send a heartbeat, send a message again, or end, where a deadline has passed."""
+        """If a deadline has passed, send a heartbeat, send a message again, or end."""
         if self.is_over:
             return []
         if now >= self._valid_s:
