@@ -1,6 +1,7 @@
 """`headwater top` on a router: instances with the rates that they report, and lost ones."""
 
 import json
+import ssl
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,17 +46,20 @@ class RouterAnswers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def router():
+def router(context=None):
+    """The URL of a server that answers as a router; with TLS when it has a context."""
     with ThreadingHTTPServer(("127.0.0.1", 0), RouterAnswers) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http{'' if context is None else 's'}://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
 
 
-def run_top(url, capsys):
-    assert main(["top", url, "--once"]) == 0
+def run_top(url, capsys, *flags):
+    assert main(["top", url, "--once", *flags]) == 0
     return capsys.readouterr().out
 
 
@@ -88,6 +92,23 @@ def test_a_narrow_terminal_shows_names_whole(capsys, monkeypatch):
     row = next(line for line in shown.splitlines() if "10.0.0.1:8000" in line)
     assert " ".join(row.split()) == "10.0.0.1:8000 mixed ready 2 1 12.5 75 % 1.5 s 400 ms"
     assert "…" not in shown
+
+
+def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):
+    """With --ssl-ca-certs; without it the error names the flag."""
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.chdir(tmp_path)
+    assert main(["certs", "certs", "router"]) == 0
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain("certs/router.pem", "certs/router-key.pem")
+    with router(context) as url:
+        shown = run_top(url, capsys, "--ssl-ca-certs", "certs/ca.pem")
+        assert main(["top", url, "--once"]) == 1
+
+    assert "1 of 2 instances ready" in shown
+    assert "see --ssl-ca-certs" in capsys.readouterr().err
+    assert main(["top", url, "--once", "--ssl-ca-certs", "absent.pem"]) == 1
+    assert "absent.pem cannot be read" in capsys.readouterr().err
 
 
 def test_json_of_a_router_is_its_instances(capsys):

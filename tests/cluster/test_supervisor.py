@@ -188,6 +188,11 @@ def test_a_drained_instance_stays_down(cluster):
     cluster.until("decode-2", "stopped")
     assert len(cluster.host.runs("decode-2")) == 1
     assert "no process 'decode-9'" in cluster.ask("drain", name="decode-9")["error"]
+    cluster.ask("restart")
+    cluster.until("decode-1", "ready")
+    assert cluster.states()["decode-2"] == "stopped"
+    cluster.ask("restart", names=["decode-2"])
+    cluster.until("decode-2", "ready")
 
 
 def test_a_rolling_restart_restarts_one_after_the_other_with_new_flags(cluster):

@@ -94,7 +94,9 @@ def test_the_start_says_that_the_host_tier_was_chosen():
 
     assert "chosen by free memory; --swap-space changes it" in chosen[0]
     assert "too little main memory is free" in none[0]
-    assert describe_tiers(EngineConfig(), LAYOUT, 0) == ()
+    assert describe_tiers(EngineConfig(), LAYOUT, 0) == (
+        "host    none; --swap-space GIB adds main memory below the device",
+    )
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
             engine,
             server,
             listener,
-            lambda serving: _say(banner(serving, engine)),
+            lambda serving: _say(banner(serving, engine, server)),
             signals,
             record=options.record,
         )
@@ -201,7 +201,7 @@ def _settings(flag: str, text: str | None) -> dict[str, Any]:
     return settings
 
 
-def banner(serving: Serving, engine: EngineConfig) -> str:
+def banner(serving: Serving, engine: EngineConfig, server: ServerConfig) -> str:
     """What is served, where, how much the cache holds, and a command to try."""
     info = serving.info
     num_tokens = info.num_device_blocks * info.block_tokens
@@ -213,6 +213,11 @@ def banner(serving: Serving, engine: EngineConfig) -> str:
         if engine.prefix_caching
         else "prefix caching is off"
     )
+    curl = "curl"
+    if server.tls is not None:
+        curl += f" --cacert {server.tls.ssl_ca_certs or 'CA.pem'}"
+    if server.needs_key:
+        curl += " -H 'Authorization: Bearer KEY'"
     tiers = "".join(f"\n  {line}" for line in info.tiers)
     if engine.peers is not None and info.peer_address:
         tiers += (
@@ -225,8 +230,8 @@ Headwater {__version__} is ready at {serving.url}
   engine  process {serving.engine_pid}, {info.limits}
   http    {serving.num_workers} {"worker" if serving.num_workers == 1 else "workers"}
 try:
-  curl {serving.url}/v1/chat/completions -d '{body}'
-  curl {serving.url}/cache
+  {curl} {serving.url}/v1/chat/completions -d '{body}'
+  {curl} {serving.url}/cache
 stop with Ctrl-C"""
 
 

@@ -1,6 +1,7 @@
 """`headwater top`: what a server is doing, live in a terminal."""
 
 import json
+import ssl
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
 from collections import deque
@@ -59,6 +60,11 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
         metavar="URL",
         help="URL of the server or router",
     )
+    parser.add_argument(
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="PEM file with the CA of a server with TLS (default: those of the system)",
+    )
     parser.add_argument("--api-key", metavar="KEY", help="its key (or HEADWATER_API_KEY)")
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds (default: 1)"
@@ -79,7 +85,11 @@ def run_top(options: Namespace) -> int:
         raise ConfigError(f"--interval is from 0.1 to 3600 seconds, got {options.interval:g}")
     if not options.url.startswith(("http://", "https://")):
         raise ConfigError(f"the URL begins with http:// or https://, got {options.url!r}")
-    server = StatusClient(options.url, options.api_key or api_key_from_environment())
+    server = StatusClient(
+        options.url,
+        options.api_key or api_key_from_environment(),
+        ca_certs=options.ssl_ca_certs,
+    )
     if options.json:
         return _print_answers(server, options)
     return _print_once(server) if options.once else _live(server, options)
@@ -88,8 +98,13 @@ def run_top(options: Namespace) -> int:
 class StatusClient:
     """Asks a server for its status."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, *, ca_certs: str | None = None) -> None:
+        """Raises ConfigError for a file `ca_certs` that holds no certificates."""
         self.url = url.rstrip("/")
+        try:
+            self._tls = ssl.create_default_context(cafile=ca_certs) if ca_certs else None
+        except OSError as exc:
+            raise ConfigError(f"--ssl-ca-certs {ca_certs} cannot be read: {exc}") from exc
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
     def stats(self) -> dict[str, Any]:
@@ -118,7 +133,7 @@ class StatusClient:
     def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
         try:
             request = Request(self.url + path, headers=self._headers)
-            with urlopen(request, timeout=timeout_s) as answer:
+            with urlopen(request, timeout=timeout_s, context=self._tls) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
         except HTTPError as exc:
@@ -128,7 +143,8 @@ class StatusClient:
                     f"{self.url} answers {exc.code} {exc.reason}{hint}", status=exc.code
                 ) from exc
         except (URLError, OSError, ValueError) as exc:
-            raise Unreachable(f"{self.url} does not answer: {exc}") from exc
+            hint = "; see --ssl-ca-certs" if "CERTIFICATE_VERIFY_FAILED" in str(exc) else ""
+            raise Unreachable(f"{self.url} does not answer: {exc}{hint}") from exc
 
 
 class RouterWatcher:

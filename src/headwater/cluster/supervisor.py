@@ -306,9 +306,14 @@ class ClusterSupervisor:
         return self._status({})
 
     def _restart(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Restart members one after the other, with the flags of a new file if one is given."""
+        """Restart members one after the other, with the flags of a new file if one is given.
+
+        Without names, all instances except those that were drained by hand: they stay down.
+        """
         names = list(arguments.get("names") or ()) or [
-            m.name for m in self._members.values() if not m.process.is_router
+            m.name
+            for m in self._members.values()
+            if not m.process.is_router and m.state is not MemberState.STOPPED
         ]
         members = [self._named(name) for name in names]
         spec = arguments.get("spec")

@@ -113,8 +113,11 @@ def describe_tiers(
 ) -> tuple[str, ...]:
     """One line for each tier below the device: what fills it, and how it is read."""
     if not num_host_blocks:
-        no_room = "host    none: too little main memory is free; --swap-space GIB sets a size"
-        return (no_room,) if config.may_have_host_tier else ()
+        if config.may_have_host_tier:
+            return (
+                "host    none: too little main memory is free; --swap-space GIB sets a size",
+            )
+        return ("host    none; --swap-space GIB adds main memory below the device",)
     size = f"{num_host_blocks * slot_bytes(layout.block_bytes) / _GIB:.2f} GiB"
     if config.swap_space_gib is None:
         size += ", chosen by free memory; --swap-space changes it"
