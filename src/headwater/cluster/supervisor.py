@@ -307,14 +307,10 @@ class ClusterSupervisor:
 
     def _restart(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Restart members one after the other, with the flags of a new file if one is given.
-
-        Without names, all instances except those that were drained by hand: they stay down.
-        """
-        names = list(arguments.get("names") or ()) or [
-            m.name
-            for m in self._members.values()
-            if not m.process.is_router and m.state is not MemberState.STOPPED
-        ]
+        Without names: all instances except those that were drained by hand."""
+        running = [m for m in self._members.values() if m.state is not MemberState.STOPPED]
+        instances = [m.name for m in running if not m.process.is_router]
+        names = list(arguments.get("names") or ()) or instances
         members = [self._named(name) for name in names]
         spec = arguments.get("spec")
         if spec is not None:
