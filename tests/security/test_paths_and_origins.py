@@ -61,13 +61,23 @@ async def _connect(url):
 
 
 def test_names_of_models_still_pass_the_router():
-    """A name with a slash or an encoded character is found."""
+    """A name with a slash or an encoded character is found, and its path arrives as it was
+    sent: the instance matches the same route as the router did."""
 
     async def scenario(harness):
-        await harness.ready(harness.add())
+        instance, seen = harness.add(), []
+        await harness.ready(instance)
+        app = instance.readiness._app
+
+        async def watch(scope, receive, send):
+            seen.append(scope["raw_path"])
+            await app(scope, receive, send)
+
+        instance.readiness.open(watch)
         assert (await harness.client.get("/v1/models/echo")).json()["id"] == "echo"
         assert (await harness.client.get("/v1/models/%65cho")).json()["id"] == "echo"
-        assert (await harness.client.get("/v1/models/a%2Fb")).status_code == 404
+        assert (await harness.client.get("/v1/models/a%2Fb%3Fc")).status_code == 404
+        assert seen == [b"/v1/models/echo", b"/v1/models/%65cho", b"/v1/models/a%2Fb%3Fc"]
 
     run_router(scenario)
 
