@@ -12,7 +12,10 @@ import pytest
 
 from tests.plugins.doubles.finder import is_real
 
-pytestmark = pytest.mark.skipif(not is_real("dynamo"), reason="ai-dynamo is not installed")
+pytestmark = [
+    pytest.mark.skipif(not is_real("dynamo"), reason="ai-dynamo is not installed"),
+    pytest.mark.timeout(3600),
+]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "dynamo_router.py"
 
@@ -21,7 +24,7 @@ def test_dynamos_router_finds_what_headwaters_router_finds():
     """Multi-turn conversations through both, with the flags of docs/plugins.md: Dynamo sees the
     workers' KV events and sends a conversation to where its prefix is."""
     command = [sys.executable, str(SCRIPT), "--rounds", "1"]
-    report = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    report = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert report.returncode == 0, report.stderr[-2000:]
 
     found = json.loads(report.stdout.splitlines()[-1])

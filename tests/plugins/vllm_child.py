@@ -1,15 +1,13 @@
-"""Runs a whole vLLM on CPU, with or without the connector, and prints its output.
+"""Runs a whole vLLM on CPU, with or without the connector, and says what it generated.
 
-    python vllm_child.py MODEL '{"connector": {…} or null, "prompts": [[…]], …}'
-
-It prints one JSON object per round of prompts: tokens, cached tokens, seconds to the first
-token.
+`serve` runs in a process of its own. It sends one message a round of prompts: tokens, cached tokens,
+seconds, seconds to the first token. Importing this module imports vLLM, so a fork server that has it
+starts each of these processes in a moment.
 """
 
-import json
 import os
-import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -24,14 +22,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from vllm import LLM, SamplingParams
 
 
-def say(**fields: Any) -> None:
-    """Print one line for the test."""
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+def serve(model: str, job: dict[str, Any], pipe: Connection) -> None:
+    """Work on `job`; the test reads from the other end of `pipe`."""
 
+    def say(**facts: Any) -> None:
+        pipe.send(facts)
 
-def main() -> None:
-    model, job = sys.argv[1], json.loads(sys.argv[2])
     transfer = None
     if job.get("connector") is not None:
         transfer = {
@@ -82,7 +78,7 @@ def main() -> None:
         say(drained=True)
     say(metrics={m.name: m.value for m in llm.get_metrics() if m.name.startswith("headwater")})
     if job.get("hold"):
-        sys.stdin.readline()
+        pipe.recv()
 
 
 def _first_token_s(output: object) -> float | None:
@@ -97,7 +93,3 @@ def _drain(llm: LLM, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while connector.has_pending_push_work() and time.monotonic() < deadline:
         engine.step_fn()
-
-
-if __name__ == "__main__":
-    main()
