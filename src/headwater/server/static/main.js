@@ -42,7 +42,7 @@ function showTiles(now, last) {
   showLatency("t-ttft", last?.minute_ttft);
   showLatency("t-itl", last?.minute_itl);
   setText("t-hit", share(hitShare(latelyBySource()) ?? hitShare(sources)));
-  setText("t-hit-all", `${count(prompts - (sources.computed ?? 0))} of ${count(prompts)} tokens in all`);
+  setText("t-hit-all", `${count(prompts - (sources.computed ?? 0))} of ${count(prompts)} in all`);
   setText("t-running", whole(cache.num_running));
   setText("t-waiting", `${whole(cache.num_waiting)} waiting, ${whole(cache.num_preemptions)} preempted`);
   const used = device.num_blocks - device.free - device.evictable;
