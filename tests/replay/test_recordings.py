@@ -136,7 +136,7 @@ def test_writing_never_waits_and_what_is_too_much_is_counted(tmp_path, caplog):
     recording.close()
     file.close()
     assert len(read_recording(tmp_path / "r.jsonl")) == _MAX_PENDING
-    assert "lacks 5 requests" in caplog.text
+    assert "count=5" in caplog.text
 
 
 def test_a_recording_overwrites_nothing_and_leaves_nothing_empty(tmp_path):
