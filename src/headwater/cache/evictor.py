@@ -69,10 +69,10 @@ class Evictor:
         smaller when the other blocks are in use."""
         host = self._host
         moved: list[Slots] = []
-        # A duplicate above other host blocks stays: if the device lost it before it is written
-        # again, those blocks could not be found any more.
-        leaves = [node for node in host.duplicates if not node.host_children]
-        need = self._host_pass(leaves, count, moved, kept)
+        # Duplicates above other host blocks go last: if the device lost one of them before it is
+        # written again, those blocks could not be found any more.
+        duplicates = sorted(host.duplicates, key=_has_host_children)
+        need = self._host_pass(duplicates, count, moved, kept)
         while need:
             before = need
             need = self._host_pass(host.order.victims(), need, moved, kept)
@@ -120,6 +120,8 @@ class Evictor:
             # Blocks with a host copy are found again, so they go first: a large admission may
             # evict more than was written ahead.
             need = self._device_pass(self._written_victims(), need, moved)
+            if need:
+                need = self._device_pass(self._childless_victims(), need, moved)
         while need:  # The policy may offer parents before their children.
             before = need
             need = self._device_pass(self._device.order.victims(), need, moved)
@@ -137,6 +139,18 @@ class Evictor:
         patience = self._writes.window.num_blocks
         for node in self._device.order.victims():
             if len(node.host) >= len(node.device):
+                yield node
+            elif not node.device_children:
+                patience -= len(node.device)
+                if patience < 0:
+                    return
+
+    def _childless_victims(self) -> Iterator[Node]:
+        """Nodes of the device order that no host block depends on. Others are passed over, but no
+        more of them than the eviction window has blocks."""
+        patience = self._writes.window.num_blocks
+        for node in self._device.order.victims():
+            if len(node.host) >= len(node.device) or not node.host_children:
                 yield node
             elif not node.device_children:
                 patience -= len(node.device)
@@ -291,6 +305,10 @@ class Evictor:
                 self._events.removed(below, Tier.STORAGE, 0, below.num_stored)
             self._tree.remove(below)
             self.lost += below.num_blocks
+
+
+def _has_host_children(node: Node) -> bool:
+    return node.host_children > 0
 
 
 def _joined(parts: list[Slots]) -> Slots:

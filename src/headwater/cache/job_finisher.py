@@ -182,8 +182,8 @@ class JobFinisher:
         window = self._writes.window
         if not window.is_enabled or Tier.DEVICE not in (plan.source, plan.target):
             return
-        if plan.target is Tier.HOST and (record.cold or window.has_everything):
-            return  # written because the device evicts them soon
+        if record.cold or window.has_everything:
+            return  # the device evicts them soon, unless a lease pins them first
         for segment in record.segments:
             self._tier_pools[Tier.HOST].mark_duplicate(segment.node)
 

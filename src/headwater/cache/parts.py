@@ -112,6 +112,11 @@ class CacheParts:
         """Whether `plan_offloads` may find something to write. O(1)."""
         return self._writes.may_have_any
 
+    def expect_admissions(self, num_blocks: int) -> None:
+        """The next admissions take up to `num_blocks` device blocks: have the next victims
+        written to the host before that."""
+        self._writes.window.expect(num_blocks)
+
     def take_events(self) -> list[CacheEvent]:
         """KV events since the last call, in order; none unless `record_events` is set."""
         return [] if self._events is None else self._events.take()

@@ -50,9 +50,14 @@ class TransferPlanner:
         """Plan to copy the next part of `match` one tier up; None when nothing can be copied."""
         if match.loading is not None:
             return None
+        nodes = self._matched_nodes(match, now)
+        start = match.device_blocks
         if match.host_blocks:
-            return self._load_from_host(match, min(match.host_blocks, limit), owner)
-        return self._load_from_storage(match, min(match.storage_blocks, limit), owner, now=now)
+            segments = _segments(nodes, start, min(match.host_blocks, limit))
+            return self._load_from_host(segments, owner)
+        count = min(match.storage_blocks, limit)
+        segments = _segments(nodes, start + match.host_blocks, count)
+        return self._load_from_storage(segments, owner, now=now)
 
     def plan_host_writes(
         self, limit: int, owner: JobOwner | None, *, now: float
@@ -116,12 +121,24 @@ class TransferPlanner:
         """Put a job that holds no slots into the table."""
         self._jobs.start(JobRecord(plan))
 
+    def _matched_nodes(self, match: Match, now: float) -> list[Node]:
+        """The nodes of `match`, of which only the blocks that match are used.
+
+        The last node is split where the match ends. Otherwise a load would also make the rest of
+        that node the most recently used, and a full host would keep it instead of other blocks.
+        """
+        nodes = list(match.nodes)
+        if nodes and match.num_blocks < nodes[-1].end and match.num_blocks > nodes[-1].start:
+            at = match.num_blocks - nodes[-1].start
+            nodes[-1] = self._pins.split(nodes[-1], at, now)
+        return nodes
+
     def _load_from_host(
-        self, match: Match, count: int, owner: JobOwner | None
+        self, segments: list[Segment], owner: JobOwner | None
     ) -> LoadJob | None:
-        segments = _segments(match, match.device_blocks, count)
         if not segments:
             return None
+        count = sum(segment.count for segment in segments)
         device = self._tier_pools[Tier.DEVICE]
         node = segments[-1].node
         missing = count - device.pool.num_free
@@ -133,11 +150,11 @@ class TransferPlanner:
         return self._start_load(segments, Tier.HOST, _joined(source), target, owner)
 
     def _load_from_storage(
-        self, match: Match, count: int, owner: JobOwner | None, *, now: float
+        self, segments: list[Segment], owner: JobOwner | None, *, now: float
     ) -> LoadJob | None:
-        segments = _segments(match, match.device_blocks + match.host_blocks, count)
         if not segments:
             return None
+        count = sum(segment.count for segment in segments)
         first, node = segments[0], segments[-1].node
         if len(first.node.host) != first.start:
             # The device has leading blocks of this node that the host does not have. The host
@@ -210,10 +227,10 @@ def _joined(parts: list[Slots]) -> Slots:
     return np.concatenate(parts) if parts else EMPTY
 
 
-def _segments(match: Match, start: int, count: int) -> list[Segment]:
-    """Blocks [start, start + count) of the path of `match`, node by node."""
+def _segments(nodes: list[Node], start: int, count: int) -> list[Segment]:
+    """Blocks [start, start + count) of the path that `nodes` are, node by node."""
     segments = []
-    for node in match.nodes:
+    for node in nodes:
         first = max(start - node.start, 0)
         last = min(start + count - node.start, node.num_blocks)
         if first < last:

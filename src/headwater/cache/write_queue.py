@@ -11,8 +11,9 @@ window and two rules achieve that:
 2. A host copy of a block outside the window is a duplicate. It takes room from a block that is
    in no other tier, so it is the first to leave a full host tier.
 
-When the window contains every evictable block (the device is full of running requests), a request
-that ends is written at once, because its blocks may be evicted by the next admission.
+The window grows with the blocks that the next admissions need. When it contains every evictable
+block (the device is full of running requests), it is searched whenever a block becomes evictable:
+a request that ends is written before the next admission.
 
 Bound: a queued node is in the tree and has blocks in the tier that is read. The evictor removes
 a node from the queue together with its blocks, so the queue never outgrows the tree.
@@ -40,6 +41,9 @@ sessions that do not fit on the device found 0.91 of what they could; with four,
 _BURST_MEMORY = 0.99
 """Factor by which the burst decays with each later step that takes blocks."""
 
+_MAX_SHARE = 2
+"""At most one device block in this many is inside the window, or counts as evicted soon."""
+
 _LOOKS = 16
 """The window is searched again when one part in this many of it has been used."""
 
@@ -57,13 +61,18 @@ class EvictionWindow:
         self.is_enabled = config.host_blocks > 0 and config.write_policy in _POLICIES
         """Whether blocks are written before they are evicted, under this write policy."""
         ahead = config.write_ahead_blocks
-        self.num_blocks = max(config.device_blocks // _SHARE, 1) if ahead is None else ahead
+        self._least = max(config.device_blocks // _SHARE, 1) if ahead is None else ahead
+        self._most = max(config.device_blocks // _MAX_SHARE, self._least)
+        self.num_blocks = self._least
+        """Blocks inside the window."""
         self._device = device
         self._burst = 0.0
         """The largest number of blocks that the admissions of one recent step took."""
         self._used_before = self._used
         self._searched_at: int | None = None
         """Value of `_used` when the window was last searched."""
+        self._searched_state: tuple[int, int] | None = None
+        """Value of `_state` after that search."""
 
     def measure_step(self) -> None:
         """Measure how many blocks were taken since the last call. Called once per step."""
@@ -72,12 +81,17 @@ class EvictionWindow:
         if taken > 0:  # a step that takes nothing changes nothing: replay skips such steps
             self._burst = max(taken, self._burst * _BURST_MEMORY)
 
+    def expect(self, num_blocks: int) -> None:
+        """The next admissions take up to `num_blocks`: the window holds that many, but never more
+        than half of the device."""
+        self.num_blocks = max(self._least, min(num_blocks, self._most))
+
     @property
     def has_everything(self) -> bool:
         """Whether every evictable device block may be evicted soon: it is inside the window, or
         the next bursts of admissions take it."""
         device = self._device
-        soon = max(self.num_blocks, _BURSTS * self._burst)
+        soon = max(self.num_blocks, min(_BURSTS * self._burst, self._most))
         return device.pool.num_free + device.evictable < soon
 
     @property
@@ -85,6 +99,8 @@ class EvictionWindow:
         """Whether the window should be searched for unwritten nodes. O(1)."""
         if not self.is_enabled or self._device.pool.num_free >= self.num_blocks:
             return False
+        if self.has_everything and self._searched_state != self._state:
+            return True
         used = self._used
         if self._searched_at is None:
             return True
@@ -103,7 +119,12 @@ class EvictionWindow:
 
     def finish_search(self) -> None:
         """All nodes of the window are written or being written."""
-        self._searched_at = self._used
+        self._searched_at, self._searched_state = self._used, self._state
+
+    @property
+    def _state(self) -> tuple[int, int]:
+        """Changes when a node becomes evictable, and at other times."""
+        return self._device.evictable, self._device.evicted
 
     @property
     def _used(self) -> int:
@@ -139,6 +160,8 @@ class WriteQueue:
         self._host = host
         self._to_host: dict[Node, bool] = {}
         """For each node, whether host blocks may be evicted for it."""
+        self._inside: dict[Node, None] = {}
+        """Nodes that the last search found inside the window; some may be gone by now."""
         self._to_storage = StorageQueue(self.add, by_reuse=config.storage_order == "reuse")
 
     @property
@@ -162,8 +185,6 @@ class WriteQueue:
 
     def add_finished(self, node: Node, now: float) -> None:
         """A request that used the path to `node` ended, and its blocks may be evicted soon."""
-        if self.window.is_enabled and self.window.has_everything:
-            self.add_path(node)
         if self._storage:
             # The eviction policy has marked the path, so its chance of return is known now.
             at: Node | None = node
@@ -263,6 +284,7 @@ class WriteQueue:
     def clear(self) -> None:
         """Empty the queue."""
         self._to_host.clear()
+        self._inside.clear()
         self._to_storage.clear()
 
     @property
@@ -277,8 +299,12 @@ class WriteQueue:
     def _unwritten_victims(self) -> list[Node]:
         """Unwritten nodes among the next victims of the device tier."""
         due: list[Node] = []
-        duplicates = self._host.duplicates
-        for node in self.window.nodes():
+        duplicates, before = self._host.duplicates, self._inside
+        self._inside = dict.fromkeys(self.window.nodes())
+        for node in before:
+            if node not in self._inside and not node.gone:
+                self._host.mark_duplicate(node)  # it was used again, or others are evicted first
+        for node in self._inside:
             duplicates.pop(node, None)  # its host copy will soon be the only one
             if len(node.host) >= len(node.device) or node.suspended_at == node.used:
                 continue

@@ -9,6 +9,7 @@ and few blocks are in flight at once. A failed prefetch has no other effect: the
 blocks where they are.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.load_state import PendingLoad
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.queues import SequenceTable
+from headwater.scheduler.sequence import Sequence
 from headwater.types import Tier
 
 _OFFLOAD_SHARE = 8
@@ -41,14 +43,17 @@ class OffloadPlanner:
         self._cache = cache
         device_blocks = cache.config.device_blocks
         of_steps = _OFFLOAD_STEPS * config.max_batched_tokens // cache.block_tokens
+        self._step_tokens = _OFFLOAD_STEPS * config.max_batched_tokens
         most = device_blocks // _MAX_OFFLOAD_SHARE
         spare = max(device_blocks // _OFFLOAD_SHARE, min(of_steps, most), 1)
         self._limits = {Tier.HOST: spare, Tier.STORAGE: config.max_write_blocks}
         self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
         """Blocks in flight to each tier. A running sum, because every step reads it."""
 
-    def plan(self, now: float) -> list[OffloadJob]:
-        """The writes to start now. Costs nothing while there is nothing to write."""
+    def plan(self, waiting: Iterable[Sequence], now: float) -> list[OffloadJob]:
+        """The writes to start now, before the `waiting` sequences are admitted. Costs little while
+        there is nothing to write."""
+        self._cache.expect_admissions(self._needed(waiting))
         if not self._cache.may_offload:
             return []
         plans = self._cache.plan_offloads(
@@ -66,6 +71,16 @@ class OffloadPlanner:
         slots that lost calls keep from other use."""
         if outcome.status is not JobStatus.TIMED_OUT and isinstance(job, OffloadJob):
             self._num_blocks[job.target] -= job.num_blocks
+
+    def _needed(self, waiting: Iterable[Sequence]) -> int:
+        """Blocks of the sequences that the next steps admit, if none of them is cached."""
+        blocks, tokens = 0, self._step_tokens
+        for sequence in waiting:
+            if tokens <= 0:
+                break
+            blocks += sequence.num_blocks_wanted
+            tokens -= sequence.num_tokens
+        return blocks
 
     def _room(self, target: Tier) -> int:
         return max(self._limits[target] - self._num_blocks[target], 0)

@@ -248,6 +248,9 @@ class Scheduler:
                 sum(s.num_tokens - s.num_scheduled for s in prefilling)
             )
             if budget.has_tokens:
+                if self._has_lower_tiers:
+                    # What could not be written before, now that writes have ended.
+                    self._writes += self._offloads.plan(self._table.waiting, now)
                 chunks = self._admission.admit(budget, now)
                 self._recheck_s = self._admission.recheck_s
             budget.release(held)
@@ -379,7 +382,7 @@ class Scheduler:
             return
         if not self._admission.is_draining:
             self._prefetch.plan(now)
-        self._writes += self._offloads.plan(now)
+        self._writes += self._offloads.plan(self._table.waiting, now)
 
     def _reschedule(self) -> None:
         """Look at the waiting queue again: a sequence may start that could not before."""
