@@ -181,8 +181,9 @@ def test_a_burst_of_admissions_is_remembered_for_a_while():
     window = cache._writes.window
     assert not window.has_everything
 
-    slots = cache.take(20, now=0.0)
-    assert not cache.may_offload
+    slots = cache.take(34, now=0.0)
+    assert cache.may_offload  # every evictable block is searched for, and there is none
+    assert cache.plan_offloads(limit_blocks=9, now=0.0) == []
     in_burst = window.has_everything
     cache.free(slots)
     for _ in range(400):
@@ -196,15 +197,70 @@ def test_a_burst_of_admissions_is_remembered_for_a_while():
 
 
 def test_a_request_that_ends_under_pressure_is_written_at_once():
-    """The admissions of one step take a quarter of the device: a request that has just ended is
-    evicted next."""
+    """The admissions of one step took more than half of the device: a request that has just ended
+    is evicted next."""
     cache = make_auto(device_blocks=16, host_blocks=4)
     for number in range(4):
         finish(cache, make_path(100 + number))
         write_down(cache)  # the host is full
-    assert cache.take(6, now=0.0) is not None
-    assert not cache.may_offload  # the step is measured
+    assert cache.take(9, now=0.0) is not None
+    assert cache.may_offload  # the step is measured
+    write_down(cache)
 
     finish(cache, make_path(1, 2))
 
     assert cache.plan_offloads(limit_blocks=9, now=0.0)[0].num_blocks == 2
+
+
+def test_a_load_does_not_refresh_blocks_that_were_not_asked_for():
+    """A request that branches off loads the shared blocks. The rest of the old path keeps its place
+    in the host order and is evicted first."""
+    cache = make_auto(device_blocks=8, host_blocks=5, write_ahead_blocks=8)
+    finish(cache, make_path(1, 2, 3))
+    write_down(cache)
+    finish(cache, make_path(7, 8))
+    write_down(cache)
+    cache.free(cache.take(8, now=0.0))  # the device is empty now, the host is full
+    load(cache, make_path(1, 9))
+
+    finish(cache, make_path(20))
+    write_down(cache)
+
+    assert sum(blocks_by_tier(cache, make_path(7, 8))) == 2
+    assert sum(blocks_by_tier(cache, make_path(1, 2, 3))) == 2
+
+
+def test_the_window_holds_what_the_next_admissions_need():
+    """Blocks of waiting requests are known before they are admitted, so their victims are written."""
+    cache = make_auto(device_blocks=16, host_blocks=16, write_ahead_blocks=1)
+    window = cache._writes.window
+
+    cache.expect_admissions(5)
+    assert window.num_blocks == 5
+    cache.expect_admissions(99)
+    assert window.num_blocks == 8
+    cache.expect_admissions(0)
+    assert window.num_blocks == 1
+
+
+def test_a_duplicate_above_host_blocks_leaves_the_host_last_of_the_duplicates():
+    """A pinned path is a duplicate on the host. Its end leaves first, then its beginning, and only
+    then blocks without another copy."""
+    cache = make_auto(device_blocks=8, host_blocks=3, write_ahead_blocks=8)
+    finish(cache, make_path(1))
+    write_down(cache)
+    finish(cache, make_path(1, 2))
+    write_down(cache)
+    finish(cache, make_path(5))
+    write_down(cache)
+    lease = cache.lease(cache.match(make_path(1, 2)), owner="r", now=0.0)
+
+    finish(cache, make_path(6))
+    write_down(cache)
+    finish(cache, make_path(7))
+    write_down(cache)
+
+    host = [cache.match(make_path(n)).nodes[0].host for n in (5, 6, 7)]
+    assert [len(slots) for slots in host] == [1, 1, 1]
+    cache.release(lease, now=0.0)
+    cache.check()

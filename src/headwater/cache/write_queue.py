@@ -21,6 +21,7 @@ a node from the queue together with its blocks, so the queue never outgrows the 
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from headwater.cache.config import CacheConfig
@@ -97,10 +98,12 @@ class EvictionWindow:
     @property
     def is_due(self) -> bool:
         """Whether the window should be searched for unwritten nodes. O(1)."""
-        if not self.is_enabled or self._device.pool.num_free >= self.num_blocks:
+        if not self.is_enabled:
             return False
-        if self.has_everything and self._searched_state != self._state:
-            return True
+        if self.has_everything:
+            return self._searched_state != self._state
+        if self._device.pool.num_free >= self.num_blocks:
+            return False
         used = self._used
         if self._searched_at is None:
             return True
@@ -111,8 +114,9 @@ class EvictionWindow:
         """Nodes inside the window, first victim first."""
         # Free slots are used before any victim, so they count towards the distance.
         distance = self._device.pool.num_free
+        end = inf if self.has_everything else self.num_blocks
         for node in self._device.order.victims():
-            if distance >= self.num_blocks:
+            if distance >= end:
                 return
             distance += len(node.device)
             yield node
