@@ -307,7 +307,9 @@ class WriteQueue:
         self._inside = dict.fromkeys(self.window.nodes())
         for node in before:
             if node not in self._inside and not node.gone:
-                self._host.mark_duplicate(node)  # it was used again, or others are evicted first
+                self._host.mark_duplicate(
+                    node
+                )  # it was used again, or others are evicted first
         for node in self._inside:
             duplicates.pop(node, None)  # its host copy will soon be the only one
             if len(node.host) >= len(node.device) or node.suspended_at == node.used:
