@@ -263,6 +263,7 @@ def test_waiting_and_dropped_writes_are_metrics(make_engine):
     engine.serve("first", make_hashes(1, "warm"))
     engine.drain()
     delta = StatsDelta()
+    before = delta.take(sample_writes(engine.tier.waiting))
     SHARED["store"].hang = Event()
     for n in range(8):
         engine.serve(str(n), make_hashes(1, f"run {n}"))
@@ -273,10 +274,9 @@ def test_waiting_and_dropped_writes_are_metrics(make_engine):
     engine.drain()
     later = delta.take(sample_writes(engine.tier.waiting))
 
-    assert stats is not None
-    assert stats.data == {
-        "headwater:storage_writes_waiting": 2,
-        "headwater:storage_writes_dropped": 2,
-    }
-    assert later is not None
-    assert later.data == {"headwater:storage_writes_waiting": 0}
+    waiting, dropped = "headwater:storage_writes_waiting", "headwater:storage_writes_dropped"
+    assert [one.data for one in (before, stats, later) if one is not None] == [
+        {waiting: 0, dropped: 0},
+        {waiting: 2, dropped: 2},
+        {waiting: 0},
+    ]

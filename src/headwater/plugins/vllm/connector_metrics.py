@@ -51,9 +51,12 @@ class StatsDelta:
         data: dict[str, float] = {}
         for sample in samples:
             name = _SEPARATOR.join((sample.metric.name, *sample.labels))
-            before = self._last.get(name, 0.0)
-            if sample.value != before:
-                data[name] = sample.value - before if sample.metric.is_counter else sample.value
+            before = self._last.get(name)
+            if (
+                sample.value != before
+            ):  # also the first time: a metric of 0 is there from then on
+                grown = sample.value - (before or 0.0)
+                data[name] = grown if sample.metric.is_counter else sample.value
                 self._last[name] = sample.value
         return ConnectorStats(data=data) if data else None
 
