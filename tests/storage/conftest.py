@@ -22,7 +22,24 @@ MakeFile = Callable[..., FileStorage]
 FILE_BLOCK_BYTES = 4096
 
 
-class RedisServer:
+class ServerProcess:
+    """A server that tests pause and kill."""
+
+    _process: subprocess.Popen[bytes]
+
+    def pause(self) -> None:
+        """Stop it with SIGSTOP: connected, and silent."""
+        stand_still(self._process.pid)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class RedisServer(ServerProcess):
     """A separate redis-server."""
 
     def __init__(self, folder: Path, *more: str, config: Path | None = None) -> None:
@@ -51,19 +68,8 @@ class RedisServer:
         if "--port" not in self._more:
             await_port(self.port, self._process)
 
-    def pause(self) -> None:
-        """Stop it with SIGSTOP: connected, and silent."""
-        stand_still(self._process.pid)
 
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class MooncakeMaster:
+class MooncakeMaster(ServerProcess):
     """A separate mooncake_master."""
 
     def __init__(self) -> None:
@@ -85,19 +91,8 @@ class MooncakeMaster:
         )
         await_port(port, self._process)
 
-    def pause(self) -> None:
-        """Stop it with SIGSTOP: connected, and silent."""
-        stand_still(self._process.pid)
 
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class MooncakeLender:
+class MooncakeLender(ServerProcess):
     """A process that lends memory to a pool and stays: blocks in it outlive the servers."""
 
     def __init__(self, master: MooncakeMaster, segment: str = "64 MB") -> None:
@@ -111,17 +106,6 @@ class MooncakeLender:
             stderr=subprocess.DEVNULL,
         )
         await_port(port, self._process)
-
-    def pause(self) -> None:
-        """Stop it with SIGSTOP: connected, and silent."""
-        stand_still(self._process.pid)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 @pytest.fixture(scope="session")

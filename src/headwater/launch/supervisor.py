@@ -74,14 +74,16 @@ def serve(
         # Through the environment, not the settings: /server_info shows settings.
         os.environ["HEADWATER_PEER_TOKEN"] = server_config.peer_token
     try:
-        supervisor = Supervisor(engine_config, server_config, listener, announce, recording)
+        supervisor = ServerSupervisor(
+            engine_config, server_config, listener, announce, recording
+        )
         return asyncio.run(supervisor.run(signals))
     finally:
         if recording is not None:
             recording.close()
 
 
-class Supervisor:
+class ServerSupervisor:
     """One run of a server. Used on one event loop."""
 
     def __init__(

@@ -32,6 +32,18 @@ def copy_bytes(into: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
+def advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """The part of `views` after their first `num_bytes`."""
+    index = 0
+    while index < len(views) and num_bytes >= len(views[index]):
+        num_bytes -= len(views[index])
+        index += 1
+    rest = views[index:]
+    if num_bytes:
+        rest[0] = rest[0][num_bytes:]
+    return rest
+
+
 class Deadline:
     """The moment after which a storage call is no longer waited for."""
 

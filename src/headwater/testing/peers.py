@@ -17,14 +17,12 @@ from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Message
 from headwater.disagg.protocol.push import Push, PushFailure
 from headwater.engine.core import EngineCore
-from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request, Usage
-from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
 from headwater.testing.copiers import EchoCopier, HeldWorkers
 from headwater.testing.fabric import HeldFabric, Post
 from headwater.testing.runners import EchoRunner
-from headwater.testing.tiers import MAX_MODEL_LEN, VOCAB_SIZE
+from headwater.testing.tiers import VOCAB_SIZE, make_eager_scheduler
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
 from headwater.types import Slots, WritePolicy
@@ -127,14 +125,7 @@ class EchoPeer:
             write_policy=WritePolicy.WRITE_THROUGH,
         )
         self.cache = TieredCache(cache)
-        limits: dict[str, object] = {
-            "max_model_len": MAX_MODEL_LEN,
-            "expected_output_tokens": 1,  # eager: small pools preempt
-        }
-        self.scheduler = Scheduler(
-            SchedulerConfig(**{**limits, **self.settings}),  # type: ignore[arg-type]
-            self.cache,
-        )
+        self.scheduler = make_eager_scheduler(self.cache, self.settings)
         self.runner = EchoRunner(
             num_blocks=self.num_blocks,
             block_tokens=self.block_tokens,

@@ -48,6 +48,12 @@ def make_echo_request(
     )
 
 
+def make_eager_scheduler(cache: TieredCache, settings: Mapping[str, object]) -> Scheduler:
+    """A scheduler that expects short outputs, so that small pools preempt."""
+    config: dict[str, object] = {"max_model_len": MAX_MODEL_LEN, "expected_output_tokens": 1}
+    return Scheduler(SchedulerConfig(**{**config, **settings}), cache)  # type: ignore[arg-type]
+
+
 def uncached_tokens(request: Request) -> list[int]:
     """The output of the request without cache, tiers and other requests."""
     tokens: list[int] = request.tokens.tolist()
@@ -97,14 +103,7 @@ class EchoTiers:
                 record_host=self.kept is not None,
             )
         )
-        config: dict[str, object] = {
-            "max_model_len": MAX_MODEL_LEN,
-            "expected_output_tokens": 1,  # eager: small pools preempt
-        }
-        self.scheduler = Scheduler(
-            SchedulerConfig(**{**config, **self.settings}),  # type: ignore[arg-type]
-            self.cache,
-        )
+        self.scheduler = make_eager_scheduler(self.cache, self.settings)
         self.runner = EchoRunner(
             num_blocks=self.num_blocks,
             block_tokens=self.block_tokens,

@@ -27,7 +27,6 @@ from headwater.disagg.peering.handshake import (
 from headwater.disagg.peering.stream import (
     Stream,
     WaitCheck,
-    advance,
     advertised_address,
     connect,
     listen,
@@ -35,6 +34,7 @@ from headwater.disagg.peering.stream import (
 )
 from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.push import BlockPiece
+from headwater.storage.calls import advance
 from headwater.storage.codec import checksum
 
 _STRIDE_BYTES = 1 << 19

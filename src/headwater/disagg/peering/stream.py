@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from headwater.disagg.protocol.errors import LinkBroken
 from headwater.disagg.protocol.push import PushFailure
 from headwater.errors import ConfigError
+from headwater.storage.calls import advance
 
 TICK_S = 0.02
 """Longest time in one system call, and so the delay with which a fence or deadline is noticed.
@@ -95,18 +96,6 @@ class Stream:
     def close(self) -> None:
         """Release the socket. Only its last user does."""
         self.socket.close()
-
-
-def advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The part of `views` after their first `num_bytes`."""
-    index = 0
-    while index < len(views) and num_bytes >= len(views[index]):
-        num_bytes -= len(views[index])
-        index += 1
-    rest = views[index:]
-    if num_bytes:
-        rest[0] = rest[0][num_bytes:]
-    return rest
 
 
 def _keep_alive(connected: socket.socket) -> None:

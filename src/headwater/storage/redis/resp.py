@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from headwater.errors import ConfigError, StorageError, StorageTimeout
-from headwater.storage.calls import Deadline
+from headwater.storage.calls import Deadline, advance
 
 Part = bytes | bytearray | memoryview
 
@@ -189,13 +189,13 @@ class RespConnection:
             have = min(self._end - self._start, len(left[0]))
             left[0][:have] = self._line[self._start : self._start + have]
             self._start += have
-            left = _advance(left, have)
+            left = advance(left, have)
         num_bytes = sum(map(len, left))
         while num_bytes:
             got = self._receive(left, deadline, socket.MSG_WAITALL)
             num_bytes -= got
             if num_bytes:
-                left = _advance(left, got)
+                left = advance(left, got)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -235,7 +235,7 @@ class RespConnection:
                 continue
             num_bytes -= sent
             if num_bytes:
-                views = _advance(views, sent)
+                views = advance(views, sent)
 
     def _more(self, deadline: Deadline, ahead: int) -> None:
         """Read more into the line buffer, which keeps only unread bytes."""
@@ -285,18 +285,6 @@ class RespConnection:
 
     def _late(self) -> StorageTimeout:
         return StorageTimeout(f"{self.address} did not answer in time")
-
-
-def _advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The part of `views` after their first `num_bytes`."""
-    place = 0
-    while place < len(views) and num_bytes >= len(views[place]):
-        num_bytes -= len(views[place])
-        place += 1
-    rest = views[place:]
-    if num_bytes:
-        rest[0] = rest[0][num_bytes:]
-    return rest
 
 
 def command(*words: bytes) -> bytes:
