@@ -288,9 +288,7 @@ class EngineConfig:
                 "--swap-space 0"
             )
         if self.storage_config and self.storage_backend is None:
-            raise ConfigError(
-                "--kvcache-storage-config has nothing to set: give --kvcache-storage-backend"
-            )
+            raise ConfigError("--kvcache-storage-config needs --kvcache-storage-backend")
 
 
 def _is_local(endpoint: str) -> bool:

@@ -17,7 +17,7 @@ from tests.device.families import prompt
 
 
 class Gated(nn.Module):
-    """An MLP in the form of the families."""
+    """A gated MLP, written as in the model families."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()

@@ -332,7 +332,7 @@ def test_damaged_and_absent_blocks_do_not_open_it() -> None:
 def test_full_storage_opens_the_write_breaker_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Lesson 89: a store without room is not sent every block; what it has is still read, and
+    """Lesson 89: a store without room is not sent every block; stored blocks are still read, and
     each change has a log line."""
     refusals = [None, *[Fault.REFUSED] * CONFIG.max_failures]
     guarded, _, clock = make_guarded({"write": refusals})

@@ -40,7 +40,7 @@ def test_a_backend_of_ones_own_is_named_by_module_and_class() -> None:
         ("json:Storage", {}, "module 'json' has no 'Storage'"),
         ("memory", {"capacity_byte": 1}, "did you mean 'capacity_bytes'"),
         ("memory", {"capacity_bytes": "many"}, "'many' is not a number of bytes"),
-        ("memory", {"capacity_bytes": True}, "is a number of bytes"),
+        ("memory", {"capacity_bytes": True}, "must be a number of bytes"),
         ("memory", {"capacity_bytes": 0}, "must be positive"),
         ("file", {}, "needs the setting path"),
         ("file", {"path": 3}, "path of storage backend 'file' is of type str, got 3"),

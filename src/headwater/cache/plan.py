@@ -170,7 +170,7 @@ class TransferJob:
     """For a write to storage: key of the block before the first of `keys`."""
 
     owner: JobOwner | None = None
-    """Told when the job ends; None when nothing depends on its end."""
+    """Called when the job ends; None if nothing depends on its end."""
 
     @property
     def num_blocks(self) -> int:

@@ -59,11 +59,13 @@ def read_conversations(conversations: Messages | Sequence[Messages]) -> list[Mes
 def read_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """The stop strings; one alone need not be in a list."""
     if not isinstance(stop, Sequence):
-        raise RequestError(f"stop is a string, or a list of them; got {_kind(stop)}")
+        raise RequestError(f"stop must be a string or a list of strings, got {_kind(stop)}")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stops:
         if not isinstance(text, str):
-            raise RequestError(f"stop is a string, or a list of them; one is {_kind(text)}")
+            raise RequestError(
+                f"stop must be a string or a list of strings; one of them is {_kind(text)}"
+            )
         check_text("stop", text)
     if not all(stops):
         raise RequestError("a stop string is empty; leave it out")
@@ -98,7 +100,9 @@ def read_params(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not _are_params(params):
-        raise RequestError(f"params is SamplingParams, or a list of them; got {_kind(params)}")
+        raise RequestError(
+            f"params must be SamplingParams or a list of them, got {_kind(params)}"
+        )
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling params for {count} prompts")
     return list(params)

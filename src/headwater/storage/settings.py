@@ -56,7 +56,9 @@ def parse_bytes(text: str | int | float) -> int:
 def _convert(backend: str, name: str, value: Any, hint: Any) -> Any:  # noqa: ANN401 - JSON
     if name.endswith("_bytes") and value is not None:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ConfigError(f"{name} of storage backend {backend!r} is a number of bytes")
+            raise ConfigError(
+                f"{name} of storage backend {backend!r} must be a number of bytes, got {value!r}"
+            )
         return parse_bytes(value)
     allowed = getattr(hint, "__args__", (hint,))
     if float in allowed and type(value) is int:
