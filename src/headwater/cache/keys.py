@@ -92,7 +92,8 @@ class TokenPath:
         self.namespace = namespace
         self.media = media or None
         """Media of each block that has any, by block index; see `media_by_block`."""
-        self.keys = keys or PathKeys()
+        self.keys = keys
+        """Keys of its first blocks, once something computes or shares them."""
 
     def num_blocks(self, block_tokens: int) -> int:
         """Full blocks; a trailing partial block has no identity yet."""
@@ -149,14 +150,15 @@ class KeyScheme:
 
         From any thread. Long prompts take milliseconds, so not on the engine loop.
         """
-        known = path.keys.known(self)
+        remembered = path.keys = path.keys or PathKeys()
+        known = remembered.known(self)
         start, stride = len(known), self.block_tokens * 4
         if start < num_blocks:
             last = known[-1] if known else self.root(path.namespace)
             media = path.media and {i - start: m for i, m in path.media.items() if i >= start}
             rest = path.view[start * stride : num_blocks * stride]
             known = known + self.chain(last, rest, media)
-            path.keys.remember(self, known)
+            remembered.remember(self, known)
         return known[:num_blocks]
 
     def chain(

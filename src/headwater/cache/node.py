@@ -163,6 +163,8 @@ class NodeKeys:
 
     def known_keys(self, path: TokenPath, start: int, count: int) -> list[BlockKey] | None:
         """Keys of blocks [start, start + count) of `path`, where all are remembered."""
+        if path.keys is None:
+            return None
         known = path.keys.known(self.scheme)
         return known[start : start + count] if len(known) >= start + count else None
 

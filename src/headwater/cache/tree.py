@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from headwater.cache.keys import SHARED, KeyScheme, Namespace, TokenPath
+from headwater.cache.keys import SHARED, KeyScheme, Namespace, PathKeys, TokenPath
 from headwater.cache.node import Node, NodeKeys, shifted_media
 from headwater.cache.plan import MissReason
 from headwater.errors import InvariantError
@@ -262,7 +262,8 @@ class PrefixTree(NodeKeys):
 
     def recall_keys(self, path: TokenPath, num_blocks: int) -> None:
         """Let `path` remember the keys that cached blocks have; computes none."""
-        if len(path.keys.known(self.scheme)) >= num_blocks:
+        remembered = path.keys = path.keys or PathKeys()
+        if len(remembered.known(self.scheme)) >= num_blocks:
             return
         nodes, found = self.walk(path, num_blocks)
         keys: list[BlockKey] = []
@@ -271,7 +272,7 @@ class PrefixTree(NodeKeys):
             keys += known[: node.num_blocks]
             if len(known) < node.num_blocks:
                 break
-        path.keys.remember(self.scheme, keys[:found])
+        remembered.remember(self.scheme, keys[:found])
 
     def nodes(self) -> Iterator[Node]:
         """Every node except the roots, parents first."""
