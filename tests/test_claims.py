@@ -14,7 +14,7 @@ from headwater.device.families import SERVED
 ROOT = Path(__file__).parents[1]
 
 FIGURE = "figure: "
-"""Before a row of docs/benchmarks.md."""
+"""Marks a claim whose figure is a row of docs/benchmarks.md."""
 
 CLAIMS = [
     # README

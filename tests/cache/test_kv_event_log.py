@@ -34,7 +34,7 @@ def test_a_stored_run_says_where_it_hangs_and_what_it_is():
 
 
 def test_an_eviction_is_one_fact():
-    """However many runs it takes, and before what took their place."""
+    """For any number of evicted runs, and before the event of the blocks that replace them."""
     cache = make_cache(device_blocks=3, record_events=True)
     for number in (1, 2, 3):
         serve(cache, make_path(number))

@@ -130,7 +130,7 @@ def test_a_refused_prompt_ends_the_batch_and_leaves_nothing_running(llm):
         llm.generate([[1, 2], list(range(2)) * 400])
     with pytest.raises(RequestError, match="empty"):
         llm.generate([[1, 2], []])
-    with pytest.raises(RequestError, match="2 sampling params for 1"):
+    with pytest.raises(RequestError, match="2 entries for 1"):
         llm.generate([[1, 2]], [SamplingParams(), SamplingParams()])
 
 

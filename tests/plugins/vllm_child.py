@@ -25,8 +25,8 @@ from vllm import LLM, SamplingParams
 def serve(model: str, job: dict[str, Any], pipe: Connection) -> None:
     """Work on `job`; the test reads from the other end of `pipe`."""
 
-    def say(**facts: Any) -> None:
-        pipe.send(facts)
+    def say(**fields: Any) -> None:
+        pipe.send(fields)
 
     transfer = None
     if job.get("connector") is not None:

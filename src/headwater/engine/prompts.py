@@ -104,7 +104,9 @@ def read_params(
             f"params must be SamplingParams or a list of them, got {_kind(params)}"
         )
     if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+        raise RequestError(
+            f"params has {len(params)} entries for {count} prompts; give one each"
+        )
     return list(params)
 
 

@@ -126,7 +126,7 @@ def _grammar(service: Service, conversation: Conversation, prompt_end: str) -> s
 
 
 def _check_size(tools: Sequence[ToolSpec]) -> None:
-    """The schemas of tools that must be called become one grammar."""
+    """Refuse tools whose schemas are too large for the one grammar of a forced call."""
     try:
         check_schema_size(*(tool.parameters for tool in tools), max_bytes=_MAX_TOOL_BYTES)
     except RequestError as exc:
