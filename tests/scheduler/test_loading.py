@@ -418,3 +418,34 @@ def test_impossible_settings_are_refused(settings):
     """Before anything runs."""
     with pytest.raises(ConfigError):
         SchedulerConfig(max_model_len=100, **settings)
+
+
+def test_writes_that_never_return_hold_a_bounded_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A write that has timed out counts until its call returns, so no further one begins."""
+    harness = Harness(
+        num_blocks=32,
+        host_blocks=64,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        stored=make_storage(),
+        settings={"max_write_blocks": 2},
+    )
+    hung: list[OffloadJob] = []
+
+    def start(tasks: list[Any]) -> None:
+        for task in tasks:
+            assert task.claim()
+            if isinstance(task.plan, OffloadJob):
+                hung.append(task.plan)
+            else:
+                harness.workers.run(task)
+
+    monkeypatch.setattr(harness.workers, "start", start)
+    for family in range(4):
+        prompt = make_prompt(17, family=family)
+        harness.run(make_request(f"r{family}", prompt, max_tokens=1))
+        harness.clock.advance(61.0)  # past the deadline of a write
+        harness.steps(3)
+
+    assert sum(plan.num_blocks for plan in hung) == 2

@@ -421,3 +421,22 @@ def test_logprobs_come_with_their_tokens() -> None:
     for output in harness.history:
         (logprobs,) = output.logprobs
         assert (logprobs is not None) == (output.request_id == "a")
+
+
+def test_a_sequence_that_gets_no_blocks_keeps_no_lease() -> None:
+    """Either all blocks of a prompt are taken, or nothing changes."""
+    harness = Harness(num_blocks=4)
+    harness.run(make_request("a", make_prompt(9), max_tokens=1))
+    held = harness.cache.take(2, now=0.0)
+    assert held is not None
+    harness.add(make_request("b", make_prompt(13), max_tokens=1))
+    (sequence,) = harness.scheduler._table.waiting
+    match = harness.scheduler._blocks.match(sequence)
+    assert match.device_blocks == 2
+
+    assert not harness.scheduler._blocks.begin(sequence, match, 0.0)
+
+    assert harness.cache.num_available == 2
+    harness.cache.free(held)
+    harness.run()
+    harness.check_empty()
