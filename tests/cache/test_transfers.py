@@ -298,3 +298,19 @@ def test_no_orphans_below_a_block_that_is_gone():
     assert cache.stats().nodes == 0
     assert cache.stats().host.free == 8
     cache.check()
+
+
+def test_a_block_is_not_attached_below_a_parent_that_left_the_device():
+    """It could never be found there, because a match walks from the root."""
+    cache = make_demoted()
+    serve(cache, make_path(1, 3))
+    write_down(cache)
+    cache.free(cache.take(4, now=0.0))
+    below = [node for node in cache._tree.nodes() if node.start == 1]
+    assert len(below) == 2
+
+    slots = cache.take(1, now=0.0)
+    assert not cache._residency.attach(below[0], Tier.DEVICE, 0, 1, slots)
+
+    cache.free(slots)
+    cache.check()
