@@ -432,7 +432,8 @@ def test_a_sequence_that_gets_no_blocks_keeps_no_lease() -> None:
     harness.add(make_request("b", make_prompt(13), max_tokens=1))
     (sequence,) = harness.scheduler._table.waiting
     match = harness.scheduler._blocks.match(sequence)
-    assert match is not None and match.device_blocks == 2
+    assert match is not None
+    assert match.device_blocks == 2
 
     assert not harness.scheduler._blocks.begin(sequence, match, 0.0)
 
