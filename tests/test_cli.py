@@ -300,7 +300,10 @@ STORED = ["--swap-space", "1", "--kvcache-storage-backend", "file"]
     [
         (["--swap-space", "-1"], "--swap-space is a size"),
         (["--swap-space", "0", "--kvcache-storage-backend", "file"], "needs a host tier"),
-        (["--swap-space", "1", "--kvcache-storage-config", '{"a": 1}'], "nothing to set"),
+        (
+            ["--swap-space", "1", "--kvcache-storage-config", '{"a": 1}'],
+            "needs --kvcache-storage-backend",
+        ),
         ([*STORED, "--kvcache-storage-config", "{"], "is not JSON"),
         ([*STORED, "--kvcache-storage-config", "[]"], "is a JSON object"),
         (["--swap-space", "1", "--load-timeout", "-1"], "cannot be negative"),
