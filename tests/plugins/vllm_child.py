@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
 
@@ -76,7 +77,7 @@ def serve(model: str, job: dict[str, Any], pipe: Connection) -> None:
     if job.get("drain_s"):
         _drain(llm, job["drain_s"])
         say(drained=True)
-    say(metrics={m.name: m.value for m in llm.get_metrics() if m.name.startswith("headwater")})
+    say(metrics=[metric.name for metric in REGISTRY.collect() if metric.samples])
     if job.get("hold"):
         pipe.recv()
 
