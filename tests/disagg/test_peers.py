@@ -17,6 +17,7 @@ from headwater.disagg.peering.network import PeerLost, PeerMessage
 from headwater.disagg.peering.service import PeerConfig, PeerService
 from headwater.disagg.peering.stream import Stream
 from headwater.disagg.protocol.codec import MAX_BODY_BYTES
+from headwater.disagg.protocol.errors import Malformed
 from headwater.disagg.protocol.messages import Ask, HandoffDone, Reason
 from headwater.errors import ConfigError
 
@@ -220,6 +221,30 @@ def test_a_repeated_frame_is_malformed():
 
         assert isinstance(p.event(), PeerLost)
         stream.close()
+
+
+@pytest.mark.parametrize("change", ["mac", "body", "again", "back", "other key"])
+def test_a_frame_that_its_sender_did_not_send_now_is_malformed(change):
+    """Changed, repeated, sent back, or of another connection."""
+    near, far = socket.socketpair()
+    key = b"k" * 32
+    sender = AuthenticatedFrames(Stream(near), key, is_client=True)
+    receiver = AuthenticatedFrames(
+        Stream(far), b"o" * 32 if change == "other key" else key, is_client=change == "back"
+    )
+    sender.send(b"hello", lambda: None)
+    raw = bytearray(far.recv(4096))
+    if change == "mac":
+        raw[4] ^= 1
+    if change == "body":
+        raw[-1] ^= 1
+    near.sendall(raw * 2 if change == "again" else raw)
+    if change == "again":
+        assert receiver.receive(lambda: None, 100) == b"hello"
+    with pytest.raises(Malformed, match="wrong MAC"):
+        receiver.receive(lambda: None, 100)
+    near.close()
+    far.close()
 
 
 def test_a_token_is_needed():

@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headwater.clock import SystemClock
+from headwater.clock import SystemClock, VirtualClock
 from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
 from headwater.server.config import ConnectionLimits, ServerConfig
 from headwater.server.connection_counts import ConnectionCounts, make_counts_file
-from headwater.server.connections import ConnectionGuard
+from headwater.server.connections import ConnectionGuard, GuardedProtocol, _Phase
 from headwater.server.http import HttpServer
 from headwater.server.listener import bind
 from headwater.server.middleware import ReadinessMiddleware
@@ -180,6 +181,21 @@ def test_requests_sent_ahead_are_bounded():
         assert (await live.ask(HEALTH)).startswith(b"HTTP/1.1 200")
 
     run(scenario)
+
+
+def test_a_body_that_trickles_in_is_ended():
+    """Without a pause that is too long, but slower than the slowest rate."""
+    limits = ConnectionLimits(body_timeout_s=10.0, min_body_rate=1000)
+    connection: Any = GuardedProtocol.__new__(GuardedProtocol)
+    connection._guard = ConnectionGuard(limits, VirtualClock())
+    connection.flow = SimpleNamespace(read_paused=False)
+    connection._phase = _Phase.BODY
+    connection._since_s, connection._progress_s = 0.0, 99.0
+
+    connection._num_body_bytes = 5000
+    assert connection.is_overdue(100.0)
+    connection._num_body_bytes = 95_000
+    assert not connection.is_overdue(100.0)
 
 
 class FakeConnection:  # what the guard checks

@@ -118,8 +118,10 @@ def test_a_large_body_has_a_limit_of_values():
     """A million empty objects are neither text nor tokens."""
     raw = b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":['
     raw += b"{}," * 300_000 + b"{}]}}"
-    with pytest.raises(RequestRefused, match="more than 200000 values"):
-        asyncio.run(parse(raw, ChatRequest))
+    texts = json.dumps({"messages": [{"role": "user"}], "stop": ["a"] * 300_000}).encode()
+    for body in (raw, texts):
+        with pytest.raises(RequestRefused, match="more than 200000 values"):
+            asyncio.run(parse(body, ChatRequest))
 
 
 LONG = "x" * INLINE_BYTES
