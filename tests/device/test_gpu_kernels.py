@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-from tests.device.gpu import pytestmark, require_gpu
+from tests.device.gpu import DEVICE, HALF, pytestmark, require_kernels
 
-require_gpu()
+require_kernels()
 
 from headwater.device.gpu.work import num_entries, split_contexts, tiles  # noqa: E402 - Triton below
 from headwater.device.kernels import rows  # noqa: E402
@@ -26,7 +26,6 @@ from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
 __all__ = ["pytestmark"]
 
-DEVICE = torch.device("cuda")
 NAN = float("nan")
 LAYER = 1
 SHAPES = [(32, 8, 128, 64), (8, 4, 32, 16), (6, 2, 80, 16), (16, 8, 64, 1), (8, 2, 256, 64)]
@@ -46,7 +45,7 @@ MANY_CHUNKS = (
     ([200, 512], [2049, 704]),
     ([700, 900], [700, 900]),
 )
-ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+ALLOWED = {torch.float32: 1e-5, HALF: 1e-2, torch.float16: 2e-3}
 
 
 def ints(values: object) -> Tensor:
@@ -126,7 +125,7 @@ class Pool:
         return attended(query, keys, values, context - len(packed), variant)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("variant_name", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decodes(
@@ -172,7 +171,7 @@ def test_decodes_of_whole_tiles(
 ) -> None:
     """Heads alone and together, few rows and many, every layer again with the same counters;
     NaN after a row's context, left by an earlier owner of the block, changes nothing."""
-    pool = Pool(shape, torch.bfloat16)
+    pool = Pool(shape, HALF)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     random = np.random.default_rng()
     contexts = [*random.integers(1, 1200, num_rows - 1).tolist(), 2048]
@@ -194,9 +193,7 @@ def test_decodes_of_whole_tiles(
     )
     for _ in range(3):
         packed = pool.packed(num_rows)
-        out = torch.full(
-            (num_rows, pool.heads, pool.dim), NAN, device=DEVICE, dtype=torch.bfloat16
-        )
+        out = torch.full((num_rows, pool.heads, pool.dim), NAN, device=DEVICE, dtype=HALF)
 
         attend_decodes(packed, pool.data, LAYER, work, variant, out)
 
@@ -250,7 +247,7 @@ def check_chunks(
         assert error(out[mine], exact) < ALLOWED[pool.data.dtype], f"row {row}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("variant_name", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunks", CHUNKS, ids=("mixed", "short"))
@@ -268,7 +265,7 @@ def test_chunks(
     check_chunks(pool, chunk_work(pool, *chunks, tables), tables, variant)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [HALF, torch.float16])
 @pytest.mark.parametrize(
     "shape",
     [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128), (4, 1, 128, 192), (18, 6, 64, 64)],
@@ -359,7 +356,7 @@ def test_gate_and_up(num_rows: int) -> None:
 
 def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:
     """Ties, infinities and rows without a number, in both dtypes (lesson 58)."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, HALF):
         logits = torch.randn(6, 5000, device=DEVICE).to(dtype)
         logits[1, [7, 4000]] = 50.0
         logits[2, 30], logits[2, 31] = NAN, math.inf

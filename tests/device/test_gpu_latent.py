@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-from tests.device.gpu import pytestmark, require_gpu
+from tests.device.gpu import DEVICE, HALF, pytestmark, require_kernels
 
-require_gpu()
+require_kernels()
 
 from headwater.device.gpu.work import split_contexts, tiles  # noqa: E402 - Triton below
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
@@ -23,12 +23,11 @@ from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
 __all__ = ["pytestmark"]
 
-DEVICE = torch.device("cuda")
 NAN, LAYER, SCALING, PLAIN = float("nan"), 1, 0.1, 12
 SHAPES = [(4, 32, 8, 4), (20, 64, 16, 16), (16, 512, 64, 64), (128, 512, 64, 16)]
 """Heads, latent size, rotated size, block tokens."""
 
-ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+ALLOWED = {torch.float32: 1e-5, HALF: 1e-2}
 
 
 def ints(values: object) -> Tensor:
