@@ -7,6 +7,7 @@ slower, and finds no races.
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,7 @@ def require_kernels() -> None:
         return
     pytest.importorskip("triton", reason="Triton's interpreter needs Triton")
     # An older GPU, so that no kernel is chosen that the interpreter does not have.
-    torch.cuda.get_device_capability = lambda device=None: (8, 0)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        multi_processor_count=4
-    )
-    torch.cuda.synchronize = lambda device=None: None
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda device=None: (8, 0)
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=4)
+    cuda.synchronize = lambda device=None: None

@@ -293,4 +293,6 @@ def _join(outputs: list[SequenceOutput]) -> SequenceOutput:
         finish_reason=last.finish_reason,
         stop_token=last.stop_token,
         usage=first.usage,
+        prompt_logprobs=first.prompt_logprobs,
+        detail=last.detail,
     )

@@ -65,7 +65,7 @@ def sampled_rows(
     return SampledRows(
         params=batch.params,
         positions=batch.context_lens[batch.sampled].astype(np.int64),
-        prompt_lens=[prompt_len for _, prompt_len in batch.histories],
+        prompt_lens=batch.prompt_lens,
         histories=_histories(batch, last_token),
         masks=masks,
     )
