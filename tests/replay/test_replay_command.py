@@ -116,7 +116,7 @@ def test_without_matplotlib_it_is_said_what_to_install(
         (["--eviction", "opt"], "--cache-only"),
         (["--storage-gib", "5"], "--host-gib"),
         (["--instances", "0"], "cannot serve"),
-        (["--pd", "1:x"], "for example 1:3"),
+        (["--pd", "1:x"], "such as 1:3"),
         (["--pd", "0:3"], "leaves out a role"),
         (["--calibrate", "absent.json"], "cannot read"),
     ],
@@ -248,7 +248,7 @@ def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
     """Other JSON, no JSON, and figures that are not numbers."""
     path = tmp_path / "result.json"
     for text, message in (
-        ("{}", "has nothing"),
+        ("{}", "has no figures for the cost model"),
         ("[]", "not one JSON object"),
         ("{", "is not JSON"),
         ('{"rows": [{"engine": "headwater"}]}', "not as expected"),
