@@ -81,7 +81,7 @@ def test_every_configuration_finds_the_same_and_uses_its_tiers():
     """Configurations differ only in cost; a configuration with tiers really writes to them."""
     parts = measure_parts(make_workload(60), capacity_blocks=4_000, block=64, repeats=1)
 
-    assert list(parts) == ["device", "host", "storage", "events", "block_commits"]
+    assert list(parts) == ["device", "host", "storage", "events", "block_commits", "session"]
     assert len({row["hit_tokens"] for row in parts.values()}) == 1
     assert parts["device"]["offloaded_blocks"] == 0
     assert parts["storage"]["offloaded_blocks"] > parts["host"]["offloaded_blocks"] > 0

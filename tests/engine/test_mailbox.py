@@ -2,7 +2,7 @@
 
 import asyncio
 
-from headwater.engine.client import Mailbox
+from headwater.engine.front import Mailbox
 from headwater.scheduler.request import SequenceOutput, TokenLogprobs, Usage
 from headwater.types import RequestId
 

@@ -11,7 +11,7 @@ from headwater.engine.client import ResetCache
 from headwater.errors import ConfigError
 from headwater.server.registration import Registrar
 from headwater.server.router.protocol import TOKEN_HEADER
-from tests.router.harness import TOKEN, Harness, blocks, run
+from tests.router.harness import QUICK_LOSS, TOKEN, Harness, blocks, run
 from tests.server.harness import byte_tokenizer, error
 
 pytestmark = pytest.mark.slow
@@ -356,4 +356,4 @@ def test_a_stored_response_waits_for_its_silent_instance():
         again = await harness.client.post("/v1/responses", json=asked)
         assert again.headers["x-headwater-instance"] == second.name
 
-    run(scenario)
+    run(scenario, **QUICK_LOSS)

@@ -10,16 +10,14 @@ frozen value that names the type of its reply. To add one: define it here, handl
 because `wire` encodes every call and every reply by the types given here.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
-from headwater.errors import HeadwaterError, RequestError
+from headwater.errors import RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.request import Request, SequenceOutput
-from headwater.types import RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,60 +237,3 @@ class EngineClient(Protocol):
     async def control(self, call: ControlCall[R]) -> R:
         """Execute `call` between two steps and return its reply. Raises RequestError if the
         engine refuses it, and EngineDead if the engine is dead."""
-
-
-class Mailbox:
-    """Outputs of one request that its reader has not taken yet, in order. Used in one event loop.
-
-    A slow reader gets the outputs of several steps joined into one, so a slow client costs only
-    the memory of its tokens.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[SequenceOutput] = []
-        self._error: HeadwaterError | None = None
-        self._arrived = asyncio.Event()
-
-    def put(self, output: SequenceOutput) -> None:
-        """Add an output."""
-        self._waiting.append(output)
-        self._arrived.set()
-
-    def fail(self, error: HeadwaterError) -> None:
-        """No more outputs will come. The reader gets `error` after the outputs that are already
-        here."""
-        self._error = error
-        self._arrived.set()
-
-    async def take(self) -> SequenceOutput:
-        """Wait for at least one output, and return all of them joined into one."""
-        await self._arrived.wait()
-        if self._waiting:
-            joined = _join(self._waiting)
-            self._waiting = []
-            if self._error is None:
-                self._arrived.clear()
-            return joined
-        assert self._error is not None, "woken with nothing to read"
-        raise self._error
-
-
-def abort_output(request_id: str) -> SequenceOutput:
-    """The last output of a request that was aborted."""
-    return SequenceOutput(RequestId(request_id), tokens=[], logprobs=[], finish_reason="abort")
-
-
-def _join(outputs: list[SequenceOutput]) -> SequenceOutput:
-    if len(outputs) == 1:
-        return outputs[0]
-    first, last = outputs[0], outputs[-1]
-    return SequenceOutput(
-        request_id=first.request_id,
-        tokens=[token for output in outputs for token in output.tokens],
-        logprobs=[entry for output in outputs for entry in output.logprobs],
-        finish_reason=last.finish_reason,
-        stop_token=last.stop_token,
-        usage=first.usage,
-        prompt_logprobs=first.prompt_logprobs,
-        detail=last.detail,
-    )

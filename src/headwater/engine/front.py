@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 import zmq
 
 from headwater.engine import wire
-from headwater.engine.client import ControlCall, EngineInfo, Mailbox, R, abort_output
+from headwater.engine.client import ControlCall, EngineInfo, R
 from headwater.errors import (
     EngineDead,
     EngineRestarting,
@@ -22,6 +22,43 @@ from headwater.errors import (
     RequestError,
 )
 from headwater.scheduler.request import Request, SequenceOutput
+from headwater.types import RequestId
+
+
+class Mailbox:
+    """Outputs of one request that its reader has not taken yet, in order. Used in one event loop.
+
+    A slow reader gets the outputs of several steps joined into one, so a slow client costs only
+    the memory of its tokens.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[SequenceOutput] = []
+        self._error: HeadwaterError | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, output: SequenceOutput) -> None:
+        """Add an output."""
+        self._waiting.append(output)
+        self._arrived.set()
+
+    def fail(self, error: HeadwaterError) -> None:
+        """No more outputs will come. The reader gets `error` after the outputs that are already
+        here."""
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> SequenceOutput:
+        """Wait for at least one output, and return all of them joined into one."""
+        await self._arrived.wait()
+        if self._waiting:
+            joined = _join(self._waiting)
+            self._waiting = []
+            if self._error is None:
+                self._arrived.clear()
+            return joined
+        assert self._error is not None, "woken with nothing to read"
+        raise self._error
 
 
 class AsyncEngine:
@@ -178,3 +215,24 @@ class AsyncEngine:
         if socket is not None:
             self._loop.remove_reader(socket.fileno())
             socket.close(linger=0)
+
+
+def abort_output(request_id: str) -> SequenceOutput:
+    """The last output of a request that was aborted."""
+    return SequenceOutput(RequestId(request_id), tokens=[], logprobs=[], finish_reason="abort")
+
+
+def _join(outputs: list[SequenceOutput]) -> SequenceOutput:
+    if len(outputs) == 1:
+        return outputs[0]
+    first, last = outputs[0], outputs[-1]
+    return SequenceOutput(
+        request_id=first.request_id,
+        tokens=[token for output in outputs for token in output.tokens],
+        logprobs=[entry for output in outputs for entry in output.logprobs],
+        finish_reason=last.finish_reason,
+        stop_token=last.stop_token,
+        usage=first.usage,
+        prompt_logprobs=first.prompt_logprobs,
+        detail=last.detail,
+    )

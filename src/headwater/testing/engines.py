@@ -17,8 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import Clock, SystemClock
-from headwater.engine.client import ControlCall, EngineInfo, Mailbox, R, abort_output
+from headwater.engine.client import ControlCall, EngineInfo, R
 from headwater.engine.core import EngineCore
+from headwater.engine.front import Mailbox, abort_output
 from headwater.engine.process import run_engine
 from headwater.engine.wire import EngineStart
 from headwater.errors import EngineDead, ModelError, RequestError
