@@ -19,7 +19,7 @@ from headwater.server.body_parser import BodyParser
 from headwater.server.config import LimitsConfig
 from headwater.server.errors import RequestRefused
 from headwater.server.messages_schema import CountTokensRequest
-from headwater.server.params import conversation_start
+from headwater.server.params import check_prompt_logprobs, conversation_start
 from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.router.prompt_fields import FieldReader, prompt_fields
 from headwater.server.router.stream_progress import StreamProgress
@@ -217,6 +217,37 @@ def test_work_on_a_long_conversation_is_not_done_on_the_event_loop():
 
 WORK = {"plain_messages", "chat_request", "chat_text", "encode_chat", "to_grammar"}
 """Functions whose time grows with the conversation."""
+
+
+def test_many_log_probabilities_are_not_written_on_the_event_loop():
+    """An answer with those of 300 tokens is built in a thread; one with those of 5 is not."""
+    on_loop: list[str] = []
+
+    def watch(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "chat_logprobs":
+            on_loop.append("chat_logprobs")
+
+    async def scenario(harness):
+        for max_tokens, wanted in ((300, 0), (5, 1)):
+            sys.setprofile(watch)  # of this thread, which is the event loop's
+            try:
+                answer = await harness.chat(
+                    max_tokens=max_tokens, logprobs=True, top_logprobs=1
+                )
+            finally:
+                sys.setprofile(None)
+            content = answer.json()["choices"][0]["logprobs"]["content"]
+            assert len(content) == max_tokens
+            assert len(on_loop) == wanted
+
+    run(scenario)
+
+
+def test_log_probabilities_of_a_prompt_are_limited():
+    """Reading them from the engine takes the event loop's time."""
+    check_prompt_logprobs(1, 65_536)
+    with pytest.raises(RequestRefused, match="168000 values; the limit is 131072"):
+        check_prompt_logprobs(20, 8_000)
 
 
 def test_many_blocks_of_a_message_are_joined_once():

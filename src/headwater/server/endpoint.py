@@ -38,6 +38,7 @@ from headwater.server.generation import (
     GenerationPrompt,
     Transcript,
 )
+from headwater.server.logprobs import num_scored_tokens
 from headwater.server.middleware import access_of
 from headwater.server.params import session_name
 from headwater.server.parsing.model_output import PLAIN_TEXT, AnswerParsing
@@ -144,6 +145,7 @@ def make_job(  # noqa: PLR0913 -- what an endpoint adds, each by its name
         if grammar:
             sampling = replace(sampling, grammar=grammar)
         if prompt_logprobs is not None:
+            params.check_prompt_logprobs(prompt_logprobs, len(tokens))
             sampling = replace(sampling, prompt_logprobs=prompt_logprobs)
         return GenerationPrompt(tokens=tokens, params=sampling)
 
@@ -178,7 +180,11 @@ async def respond(call: Call[B], job: GenerationJob, form: ReplyFormat) -> ASGIR
         return _streamed(call, job, generation, form)
 
     async def whole() -> Struct:
-        return form.whole(await generation.collect(), generation.usage())
+        transcripts = await generation.collect()
+        num_scored = sum(map(num_scored_tokens, transcripts))
+        return await call.service.convert_logprobs(
+            lambda: form.whole(transcripts, generation.usage()), num_scored
+        )
 
     body = await while_connected(call.request.receive, whole())
     return JsonResponse(body, headers={"x-request-id": call.request_id})
@@ -204,7 +210,10 @@ def _streamed(
             has_usage = has_running_usage or (form.reports_usage and is_edge)
             usage = generation.usage() if has_usage else None
             comment = comment_of(delta, job, call.service) if job.is_marked else b""
-            await events.write(*form.events(delta, usage), comment=comment, part=part)
+            written = await call.service.convert_logprobs(
+                lambda: form.events(delta, usage), num_scored_tokens(delta)
+            )
+            await events.write(*written, comment=comment, part=part)
 
         async def work() -> None:
             for delta in generation.resumed():

@@ -13,11 +13,18 @@ from headwater.server.answers import (
     TokenLogprob,
     TopLogprob,
 )
+from headwater.server.generation import Delta, Transcript
 
 _LOWEST = -9999.0
 """Written for probability 0, because JSON has no infinity."""
 
 Entries = Sequence[TokenLogprobs | None]
+
+
+def num_scored_tokens(part: Delta | Transcript) -> int:
+    """Tokens of `part` that have log-probabilities, those of the prompt included."""
+    scored = len(part.logprobs) if part.logprobs and part.logprobs[0] is not None else 0
+    return scored + len(part.prompt_logprobs or ())
 
 
 def completion_logprobs(

@@ -29,6 +29,9 @@ from headwater.server.schema import (
 )
 from headwater.types import Tokens
 
+_MAX_PROMPT_LOGPROBS = 1 << 17
+"""Most log-probabilities of one prompt: reading them from the engine takes 50 ms."""
+
 
 def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
     """The requested stop strings; none is empty."""
@@ -62,6 +65,18 @@ def num_logprobs(wanted: int | None, limits: LimitsConfig, *, param: str) -> int
             f"{param} is {wanted}; the limit is {limits.max_logprobs}", param=param
         )
     return wanted
+
+
+def check_prompt_logprobs(num_alternatives: int, num_tokens: int) -> None:
+    """Raise for more log-probabilities of a prompt than one answer may have."""
+    wanted = num_tokens * (num_alternatives + 1)
+    if wanted > _MAX_PROMPT_LOGPROBS:
+        raise RequestRefused(
+            f"log-probabilities of {num_tokens} prompt tokens with {num_alternatives} "
+            f"alternatives each are {wanted} values; the limit is {_MAX_PROMPT_LOGPROBS}. Ask "
+            "for fewer alternatives or send a shorter prompt",
+            param="prompt_logprobs",
+        )
 
 
 def check_prompt(tokens: Tokens, info: EngineInfo) -> None:

@@ -45,6 +45,9 @@ _COMPILE_TIMEOUT_S = 10.0
 MAX_RECENT = 64
 """Finished sequences that `/stats` still shows."""
 
+_FEW_SCORED_TOKENS = 128
+"""The log-probabilities of so many tokens, with 20 alternatives each, are written in 5 ms."""
+
 _SHORT_CHARS = 1 << 16
 """A text up to this length takes milliseconds to tokenize. Such texts have separate threads, so
 they never wait for a text that takes seconds."""
@@ -255,6 +258,13 @@ class Service:
     async def convert(self, work: Callable[[], T], *, size: int) -> T:
         """Run `work` on a body of `size` bytes: a short one in place, a long one in a thread."""
         return work() if size <= _SHORT_CHARS else await self.in_thread(work, size=size)
+
+    async def convert_logprobs(self, work: Callable[[], T], num_tokens: int) -> T:
+        """Run `work`, which writes the log-probabilities of so many tokens: of many tokens in a
+        thread."""
+        if num_tokens <= _FEW_SCORED_TOKENS:
+            return work()
+        return await self.in_thread(work, size=num_tokens * _SHORT_CHARS)
 
     def new_response_id(self, request_id: str, cache_salt: str) -> str:
         """An id that tells a router which instance has the response. It is the same for every
