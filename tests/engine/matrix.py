@@ -65,17 +65,24 @@ class Bench:
         storage: StorageBackend,
         block_tokens: int = BLOCK_TOKENS,
         timeout_s: float = SHORT_S,
+        hung: str = "",
         host_blocks: int = 256,
         breaker: BreakerConfig | None = None,
     ) -> EchoTiers:
-        """An engine that writes everything it computes and always loads what it finds."""
+        """An engine that writes everything it computes and always loads what it finds.
+
+        With `hung` only that call has the timeout; the others may be slow on a busy machine.
+        """
         guarded = GuardedStorage(storage, breaker or BreakerConfig(), SystemClock())
         engine = EchoTiers(
             num_blocks=64,
             host_blocks=host_blocks,
             block_tokens=block_tokens,
             storage=guarded,
-            timeouts={f"{call}_timeout_s": timeout_s for call in ("read", "write", "lookup")},
+            timeouts={
+                f"{name}_timeout_s": timeout_s if hung in ("", call) else STUCK_S
+                for name, call in (("read", "read"), ("write", "write"), ("lookup", "contains"))
+            },
             settings={"load_policy": "wait"},
         )
         self.engines.append(engine)

@@ -81,7 +81,9 @@ def test_a_call_that_fails(
     salt = f"{fault.name} {call}"
     stored(bench, backend, salt)
     double = FaultyStorage(backend, {call: [fault]})
-    engine = bench.engine(double, timeout_s=SHORT_S if fault is Fault.HANG else STUCK_S)
+    engine = bench.engine(
+        double, timeout_s=SHORT_S if fault is Fault.HANG else STUCK_S, hung=call
+    )
 
     serve(engine, salt, "again", PROMPT)
     serve(engine, salt, "other", OTHER)
@@ -105,7 +107,7 @@ def test_a_hung_read_writes_late_where_nobody_reads(
     arrive only in its quarantined slots."""
     stored(bench, backend, "late")
     double = FaultyStorage(backend, {"read": [Fault.HANG]})
-    engine = bench.engine(double, host_blocks=16)
+    engine = bench.engine(double, hung="read", host_blocks=16)
     serve(engine, "late", "hung", PROMPT)
     for number in range(3):
         serve(engine, "late", f"crowd {number}", [at * (7 + number) % 50 for at in range(33)])
@@ -130,7 +132,7 @@ def test_a_hung_write_stores_late_what_it_was_given(
     """Lesson 50: other requests need the slots that it reads; it still reads the same bytes,
     and a later hit gives the right tokens."""
     double = FaultyStorage(backend, {"write": [Fault.HANG]})
-    engine = bench.engine(double, host_blocks=8)
+    engine = bench.engine(double, hung="write", host_blocks=8)
     serve(engine, "late write", "first", PROMPT)
     engine.core.drain(1.0)
     for number in range(3):
@@ -275,7 +277,7 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend, waits = bench.open(), BreakerConfig(recovery_s=0.05, max_recovery_s=0.1)
-    engine = bench.engine(backend, breaker=waits)
+    engine = bench.engine(backend, breaker=waits, timeout_s=STUCK_S)
     server.stop()
     for number in range(4):
         serve(engine, f"gone {number}", f"gone {number}", PROMPT)
