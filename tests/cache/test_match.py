@@ -19,7 +19,7 @@ from tests.cache.make import (
 
 
 def test_a_match_changes_nothing():
-    """A match changes nothing, whatever is matched."""
+    """A match changes neither the tree nor a pool, for a hit and for a miss."""
     cache = make_cache()
     serve(cache, make_path(1, 2, 3))
     before = cache.stats()

@@ -57,7 +57,7 @@ def test_it_is_remembered_by_sizes_and_times(folder: Path) -> None:
 def test_a_damaged_note_is_a_hashing_not_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is in the cache folder, the result is right."""
+    """A damaged cache file changes no fingerprint: the weights are hashed again."""
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
     before = fingerprint(folder)
     (note,) = (tmp_path / "cache" / "fingerprints").iterdir()

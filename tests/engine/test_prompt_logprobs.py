@@ -1,5 +1,5 @@
-"""Log-probabilities of prompt tokens: exact, whatever is cached, chunked or in the same
-batch."""
+"""Log-probabilities of prompt tokens. Cached blocks, chunks and other rows of the batch do not
+change them."""
 
 from collections.abc import Iterator
 from dataclasses import replace

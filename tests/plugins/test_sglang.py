@@ -37,16 +37,6 @@ class Pool:
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return str(folder)
-
-
-@pytest.fixture
 def make_backend(model):
     backends = []
     SHARED.clear()
@@ -62,7 +52,7 @@ def make_backend(model):
             "config": {"name": "store"},
             **settings,
         }
-        fields = {"model_name": model, "tp_rank": 0, "tp_size": 1, **(config or {})}
+        fields = {"model_name": str(model), "tp_rank": 0, "tp_size": 1, **(config or {})}
         storage_config = HiCacheStorageConfig(
             pp_rank=0,
             pp_size=1,

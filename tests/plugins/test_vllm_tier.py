@@ -101,16 +101,6 @@ def make_offload_keys(count, run="run"):
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return folder
-
-
-@pytest.fixture
 def make_harness(model):
     harnesses = []
     SHARED.clear()

@@ -137,16 +137,6 @@ class Server:
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return folder
-
-
-@pytest.fixture
 def start(model):
     servers = []
     SHARED.clear()
