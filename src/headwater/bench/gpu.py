@@ -40,6 +40,7 @@ PARTS = (
     "first_wave",
     "quant",
     "fp8kv",
+    "kernels",
 )
 _MOE_SHAPES = ("qwen3-30b-a3b", "qwen3-30b-a3b-12")
 _MLA_SHAPES = ("deepseek-v2-lite", "deepseek-v2-lite-9")
@@ -119,6 +120,7 @@ class _Run:
             "mixed": self._mixed,
             "quant": self._quant,
             "fp8kv": self._fp8kv,
+            "kernels": self._kernels,
         }
         if part not in parts:
             raise ConfigError(f"no part {part!r}; known: {', '.join(PARTS)}")
@@ -352,6 +354,14 @@ class _Run:
         from headwater.bench import _gpu_fp8kv
 
         return _gpu_fp8kv.measure_fp8_kv(self._model, is_quick=self._options.quick)
+
+    def _kernels(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_kernels
+
+        found = _gpu_kernels.measure_kernels(is_quick=self._options.quick)
+        if found["failed"]:
+            self.result["failed"].append("kernels")
+        return found
 
 
 def _parser() -> ArgumentParser:

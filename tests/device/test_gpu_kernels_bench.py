@@ -1,0 +1,57 @@
+"""The part `kernels` of `headwater bench gpu`."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.device.gpu import DEVICE, HALF, pytestmark, require_kernels
+
+require_kernels()
+
+from headwater.bench import _gpu_kernels  # noqa: E402 - Triton below
+
+__all__ = ["pytestmark"]
+
+
+@pytest.fixture
+def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells that the interpreter can compute, and no FlashInfer."""
+    small = {
+        "DEVICE": DEVICE,
+        "DTYPE": HALF,
+        "HEADS": 4,
+        "KV_HEADS": 2,
+        "DIM": 32,
+        "DECODES": ((1, 100), (3, 130)),
+        "PREFILLS": ((70, 0), (20, 600)),
+        "_graph_ms": lambda attend: float(attend().isfinite().all()),
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(_gpu_kernels, name, value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+
+
+@pytest.mark.usefixtures("small_cells")
+def test_without_flashinfer_our_kernels_are_measured_alone() -> None:
+    """The report says that FlashInfer was skipped, and has no ratio."""
+    found = _gpu_kernels.measure_kernels(is_quick=False)
+
+    assert found["flashinfer"].startswith("skipped:")
+    assert found["failed"] == []
+    assert "lowest_ratio" not in found
+    for name in ("decode_1x100", "decode_3x130", "prefill_70_after_0", "prefill_20_after_600"):
+        assert found[name]["ours_ms"] == 1.0
+
+
+@pytest.mark.usefixtures("small_cells")
+def test_a_failing_cell_does_not_lose_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell has its error in the report, and is listed as failed."""
+    monkeypatch.setattr(_gpu_kernels, "DECODES", ((1, 100), (-1, 130)))
+
+    found = _gpu_kernels.measure_kernels(is_quick=False)
+
+    assert found["failed"] == ["decode_-1x130"]
+    assert "error" in found["decode_-1x130"]
+    assert found["prefill_20_after_600"]["ours_ms"] == 1.0
