@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels import decode_fp8, decode_tma, latent
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.pieces import DecodeWork
 
 _MAX_NARROW = 256
@@ -53,7 +54,9 @@ def _attend(
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.load(work_row + item)
@@ -151,7 +154,9 @@ def _join(
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
     SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     row = tl.program_id(0)
     begin = tl.load(row_work + row)
     end = tl.load(row_work + row + 1)
@@ -223,6 +228,7 @@ def _attend_pieces(
     width = max(16, triton.next_power_of_2(dim))
     exact = query.element_size() == 4
     keys = 32 if exact else 64
+    early = starts_early(query)
     _attend[(kv_heads, len(work.work_row))](
         query,
         pool,
@@ -255,7 +261,9 @@ def _attend_pieces(
         SINKS=variant.sinks is not None,
         EXACT=exact,
         STAGES=2,
+        EARLY=early,
         num_warps=4,
+        launch_pdl=early,
     )
 
 
@@ -269,6 +277,7 @@ def _join_pieces(
     group, at_once, warps = (1, 4, 1) if len(out) <= 64 else (4, 2, 2)
     if dim > _MAX_NARROW:  # a latent is as wide as several heads
         group, at_once, warps = (1, 16, 8) if len(out) <= 64 else (4, 2, 4)
+    early = starts_early(out)
     _join[(len(out), triton.cdiv(heads, group))](
         work.row_work,
         work.partial,
@@ -281,5 +290,7 @@ def _join_pieces(
         PIECES=at_once,
         WIDTH=max(16, triton.next_power_of_2(dim)),
         SINKS=has_sinks,
+        EARLY=early,
         num_warps=warps,
+        launch_pdl=early,
     )

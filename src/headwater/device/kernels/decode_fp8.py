@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.attention.base import Variant
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.fp8 import power_of_two, scale_exponent
 from headwater.device.kernels.pieces import DecodeWork
 
@@ -90,7 +91,9 @@ def _attend(
     TMA: tl.constexpr,
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.load(work_row + item)
@@ -198,6 +201,7 @@ def attend_pieces(
         tiles = TensorDescriptor.from_tensor(flat, [_KEYS, dim])
     group = heads // kv_heads
     stages = _TMA_STAGES if uses_tma else _STAGES
+    early = starts_early(query)
     _attend[(kv_heads, len(work.work_row))](
         query,
         tiles,
@@ -234,7 +238,9 @@ def attend_pieces(
         TMA=uses_tma,
         LEAST=_MIN_EXPONENT,
         STAGES=stages,
+        EARLY=early,
         num_warps=4,
+        launch_pdl=early,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.attention.base import Variant
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.pieces import DecodeWork
 
 _KEYS = 64
@@ -109,7 +110,9 @@ def _attend(
     QUERIES: tl.constexpr,
     WINDOWED: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     part = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.load(work_row + item)
@@ -197,6 +200,7 @@ def attend_decodes(
     if len(out) <= _FEW_ROWS:
         together, stages = _together(group, kv_heads, dim), 2
     tiles = TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), [_KEYS, dim * together])
+    early = starts_early(query)
     _attend[(kv_heads // together, len(work.work_row))](
         query,
         tiles,
@@ -226,7 +230,9 @@ def attend_decodes(
         QUERIES=max(_QUERIES, triton.next_power_of_2(group * together)),
         WINDOWED=variant.window is not None,
         STAGES=stages,
+        EARLY=early,
         num_warps=4,
+        launch_pdl=early,
     )
 
 

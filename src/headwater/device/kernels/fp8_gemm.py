@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.early import start_early, starts_early
 
 MAX_ROWS, MAX_DEEP_ROWS = 64, 128
 """Largest batch, and the largest batch of a product with many inputs, for which torch leaves
@@ -30,8 +31,9 @@ read ahead."""
 def _fp8_gemm(x, weight, x_scales, w_scales, out, partial, arrived, rows, factor,
               OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
               K: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
-              ACTIVATION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+              ACTIVATION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """`N` rows of the weight; `OUTPUTS` are those of the result."""
+    start_early(EARLY)
     tile = tl.program_id(0)
     part = tl.program_id(1)
     turns: tl.constexpr = SIZE // K
@@ -103,12 +105,14 @@ def fp8_gemm(
     partial = scales
     if split > 1:
         partial = torch.empty(tiles * split * tile * width, device=codes.device)
+    early = starts_early(codes)
     _fp8_gemm[(tiles, split)](
         TensorDescriptor.from_tensor(codes, [width, _INPUTS]),
         TensorDescriptor.from_tensor(weight, [tile, _INPUTS]),
         scales, weight_scales, out, partial, arrived, rows, factor,
         OUTPUTS=outputs, SIZE=size, ROWS=width, N=tile, K=_INPUTS, SPLIT=split, GATED=is_gated,
-        ADDED=residual is not None, ACTIVATION=int(activation), STAGES=_STAGES, num_warps=4,
+        ADDED=residual is not None, ACTIVATION=int(activation), STAGES=_STAGES,
+        EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.rows import gate
 
 _TILE_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64
@@ -55,7 +56,9 @@ def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: t
 
 @triton.jit(do_not_specialize=["rows"])
 def _transposed(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-            N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+            N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
+            EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     first = tl.program_id(0) * N
     both = tl.zeros([2 * N, ROWS], tl.float32)
     for at in range(0, SIZE, K):
@@ -94,6 +97,7 @@ def _gate_up_transposed(x: Tensor, weight: Tensor, activation: GateActivation) -
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tile = max(16, triton.next_power_of_2(rows))
+    early = starts_early(x)
     _transposed[(outputs // _TRANSPOSED_OUTPUTS,)](
         TensorDescriptor.from_tensor(x, [tile, _INPUTS]),
         TensorDescriptor.from_tensor(weight, [2 * _TRANSPOSED_OUTPUTS, _INPUTS]),
@@ -105,8 +109,10 @@ def _gate_up_transposed(x: Tensor, weight: Tensor, activation: GateActivation) -
         N=_TRANSPOSED_OUTPUTS,
         K=_INPUTS,
         ACTIVATION=int(activation),
+        EARLY=early,
         num_warps=4,
         num_stages=4,
+        launch_pdl=early,
     )
     return out
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.early import REQUEST_UNIT, request, start_early, starts_early
 
 _FEW_OUTPUTS = 512
 """Outputs of a router: with tiles of two, every processor has work."""
@@ -47,7 +48,14 @@ def _gemv(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    REQUESTED: tl.constexpr,
 ):
+    if REQUESTED > 0:
+        lines: tl.constexpr = 2 * N if GATED else N
+        slab = weight + tl.program_id(0).to(tl.int64) * (lines * SIZE)
+        request(slab, REQUESTED, EARLY, 4)
+    start_early(EARLY)
     output = tl.program_id(0) * N + tl.arange(0, N)
     known = output < OUTPUTS
     output = tl.where(known, output, 0)
@@ -119,6 +127,8 @@ def gemv(
         is_gated=gated,
         is_fp8=scales is not None,
     )
+    early = starts_early(x)
+    slab = (2 * n if gated else n) * size * weight.element_size()
     _gemv[(triton.cdiv(outputs, n),)](
         x,
         weight,
@@ -138,7 +148,10 @@ def gemv(
         SCALED=scales is not None,
         ACTIVATION=int(activation),
         STAGES=stages,
+        EARLY=early,
+        REQUESTED=slab if outputs % n == 0 and slab % REQUEST_UNIT == 0 else 0,
         num_warps=4,
+        launch_pdl=early,
     )
     return out
 

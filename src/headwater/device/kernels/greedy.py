@@ -5,12 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.device.kernels.early import start_early, starts_early
+
 _PARTS = 32
 
 
 @triton.jit
 def _best_of_part(logits, best, place, stride, VOCAB: tl.constexpr, SIZE: tl.constexpr,
-                  PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                  PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     row = tl.program_id(0)
     part = tl.program_id(1)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -31,7 +34,8 @@ def _best_of_part(logits, best, place, stride, VOCAB: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit
-def _best_of_row(best, place, chosen, PARTS: tl.constexpr):
+def _best_of_row(best, place, chosen, PARTS: tl.constexpr, EARLY: tl.constexpr):
+    start_early(EARLY)
     row = tl.program_id(0)
     at = row * PARTS + tl.arange(0, PARTS)
     values = tl.load(best + at)
@@ -48,8 +52,10 @@ def choose_greedy(logits: Tensor, chosen: Tensor) -> None:
     best = torch.empty((rows, _PARTS), dtype=torch.float32, device=logits.device)
     place = torch.empty((rows, _PARTS), dtype=torch.int32, device=logits.device)
     size = triton.cdiv(triton.cdiv(vocab, _PARTS), 16) * 16
+    early = starts_early(logits)
     _best_of_part[(rows, _PARTS)](
         logits, best, place, logits.stride(0), VOCAB=vocab, SIZE=size, PARTS=_PARTS,
-        BLOCK=min(1024, triton.next_power_of_2(size)),
+        BLOCK=min(1024, triton.next_power_of_2(size)), EARLY=early, launch_pdl=early,
     )  # fmt: skip
-    _best_of_row[(rows,)](best, place, chosen, PARTS=_PARTS, num_warps=1)
+    _best_of_row[(rows,)](best, place, chosen, PARTS=_PARTS, EARLY=early, num_warps=1,
+                         launch_pdl=early)  # fmt: skip

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.early import REQUEST_UNIT, request, start_early, starts_early
 
 
 class Code(IntEnum):
@@ -35,7 +36,8 @@ MAX_SMALL_ROWS = 32
 
 @triton.jit
 def _quantize_rows(x, weight, codes, scales, epsilon, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-                   NORMED: tl.constexpr):  # fmt: skip
+                   NORMED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -56,9 +58,10 @@ def quantize_rows(x: Tensor, norm: tuple[Tensor, float] | None = None) -> tuple[
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     weight, epsilon = norm or (x, 0.0)
     block = triton.next_power_of_2(size)
+    early = starts_early(x)
     _quantize_rows[(rows,)](
         x, weight, codes, scales, epsilon, SIZE=size, BLOCK=block, NORMED=norm is not None,
-        num_warps=8 if block > 4096 else 4,
+        EARLY=early, num_warps=8 if block > 4096 else 4, launch_pdl=early,
     )  # fmt: skip
     return codes, scales
 
@@ -152,8 +155,15 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
           SIZE: tl.constexpr, OUTPUTS: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
           GROUP: tl.constexpr, CODE: tl.constexpr, ZEROS: tl.constexpr, NORMED: tl.constexpr,
           GATED: tl.constexpr, ADDED: tl.constexpr, ACTIVATION: tl.constexpr,
-          STAGES: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+          STAGES: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+          REQUESTED: tl.constexpr):  # fmt: skip
     """`GROUPS` groups of `GROUP` inputs per iteration."""
+    if REQUESTED > 0:
+        lines: tl.constexpr = 2 * N if GATED else N
+        width: tl.constexpr = SIZE // 2 if CODE >= 2 else SIZE
+        slab = weight + tl.program_id(0).to(tl.int64) * (lines * width)
+        request(slab, REQUESTED, EARLY, 4)
+    start_early(EARLY)
     output = tl.program_id(0) * N + tl.arange(0, N)
     known = output < OUTPUTS
     output = tl.where(known, output, 0)
@@ -301,13 +311,16 @@ def gemv(
     norm_weight, epsilon = norm or (x, 0.0)
     is_last = residual is not None
     n, groups, stages = _gemv_shape(code, size, group, is_gated=gated, is_last=is_last)
+    early = starts_early(x)
+    slab = (2 * n if gated else n) * weight.stride(0) * weight.element_size()
     _gemv[(triton.cdiv(outputs, n),)](
         x, weight, scales, scales if zeros is None else zeros, norm_weight,
         x if residual is None else residual, out, epsilon, factor,
         SIZE=size, OUTPUTS=outputs, N=n, GROUPS=groups, GROUP=group, CODE=int(code),
         ZEROS=zeros is not None, NORMED=norm is not None, GATED=gated,
         ADDED=residual is not None, ACTIVATION=int(activation), STAGES=stages,
-        ASM=x.is_cuda, num_warps=4,
+        ASM=x.is_cuda, EARLY=early, REQUESTED=slab if outputs % n == 0 and slab % REQUEST_UNIT == 0 else 0,
+        num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return out
 

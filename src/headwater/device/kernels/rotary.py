@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.fp8 import power_of_two, scale_exponent
 
 
@@ -44,8 +45,10 @@ def _rotate(
     NORMED: tl.constexpr,
     GROUP: tl.constexpr,
     FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rotate `HALF` pairs of elements of a head; the following ones are unchanged."""
+    start_early(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     at = tl.arange(0, WIDTH)
@@ -153,6 +156,7 @@ def rotate(
     half = table[0].shape[1]
     query_norm, key_norm, epsilon = norms or (packed, packed, 0.0)
     grid = (len(packed), triton.cdiv(heads + 2 * kv_heads, group))
+    early = starts_early(packed)
     _rotate[grid](
         packed,
         positions,
@@ -174,4 +178,6 @@ def rotate(
         NORMED=norms is not None,
         GROUP=group,
         FP8=pool.element_size() == 1,
+        EARLY=early,
+        launch_pdl=early,
     )

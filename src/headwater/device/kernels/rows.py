@@ -6,11 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.early import start_early, starts_early
 
 
 @triton.jit
 def _embed(tokens, carry, chosen, table, out, scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-           SCALED: tl.constexpr):  # fmt: skip
+           SCALED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     row = tl.program_id(0)
     token = tl.load(tokens + row).to(tl.int64)
     source = tl.load(carry + row)
@@ -32,15 +34,18 @@ def embed(
     hidden = table.shape[1]
     out = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(hidden)
+    early = starts_early(tokens)
     _embed[(len(tokens),)](
         tokens, carry, chosen, table, out, scale, HIDDEN=hidden, BLOCK=block,
-        SCALED=scale != 1.0,
+        SCALED=scale != 1.0, EARLY=early, launch_pdl=early,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _norm(x, weight, out, epsilon, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(x, weight, out, epsilon, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -66,13 +71,17 @@ def _launch_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None
     size = x.shape[1]
     block = triton.next_power_of_2(size)
     warps = 4 if block <= 2048 else 8
+    early = starts_early(x)
     _norm[(len(x),)](
-        x, weight, out, epsilon, x.stride(0), SIZE=size, BLOCK=block, num_warps=warps
-    )
+        x, weight, out, epsilon, x.stride(0), SIZE=size, BLOCK=block, EARLY=early,
+        num_warps=warps, launch_pdl=early,
+    )  # fmt: skip
 
 
 @triton.jit
-def _add_normed(x, weight, hidden, epsilon, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_normed(x, weight, hidden, epsilon, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -89,11 +98,17 @@ def add_normed(x: Tensor, weight: Tensor, epsilon: float, hidden: Tensor) -> Non
     size = x.shape[1]
     block = triton.next_power_of_2(size)
     warps = 4 if block <= 2048 else 8
-    _add_normed[(len(x),)](x, weight, hidden, epsilon, SIZE=size, BLOCK=block, num_warps=warps)
+    early = starts_early(x)
+    _add_normed[(len(x),)](
+        x, weight, hidden, epsilon, SIZE=size, BLOCK=block, EARLY=early, num_warps=warps,
+        launch_pdl=early,
+    )  # fmt: skip
 
 
 @triton.jit
-def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     both_at = 2 * first + tl.arange(0, 2 * BLOCK)
@@ -109,7 +124,9 @@ def gate(x: Tensor, activation: GateActivation = GateActivation.SILU) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), 1024)
+    early = starts_early(x)
     _gate[(rows, triton.cdiv(size, block))](
-        x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation)
-    )
+        x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation), EARLY=early,
+        launch_pdl=early,
+    )  # fmt: skip
     return out

@@ -1,0 +1,56 @@
+"""Programmatic dependent launch: a kernel starts while the kernel before it ends.
+
+With one row, a kernel takes a few microseconds, and starting and draining it takes a good part
+of that. A kernel that starts early waits in `start_early` until the kernel before it is complete and
+its results are visible. Before that it may only touch what no kernel writes: it can request its
+weights. Every program of such a kernel must call `start_early` before it reads, writes or returns;
+then a kernel is complete only after all kernels before it, and memory can be reused as usual.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_EARLY_ROWS = 0
+"""Kernels over at most this many rows start early."""
+
+REQUEST_UNIT = 256
+"""Bytes of weights are requested in multiples of this."""
+
+
+def starts_early(rows: Tensor) -> bool:
+    """Whether a kernel over `rows` starts early; for `EARLY` and `launch_pdl` of its launch."""
+    return (
+        rows.is_cuda
+        and len(rows) <= MAX_EARLY_ROWS
+        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    )
+
+
+@triton.jit
+def start_early(EARLY: tl.constexpr) -> None:
+    """Let the next kernel start, and wait for the one before."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def request(address, BYTES: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr) -> None:
+    """Have `BYTES` from `address` brought into the L2 cache, if the kernel starts early. Both
+    are multiples of `REQUEST_UNIT`."""
+    if EARLY:
+        # Threads with equal addresses make one request; each warp makes two.
+        each: tl.constexpr = BYTES // (2 * WARPS)
+        thread = tl.arange(0, 32 * WARPS)
+        own = address.to(tl.int64) + thread // 16 * each
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [own, tl.full([32 * WARPS], each, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
