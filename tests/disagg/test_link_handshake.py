@@ -183,9 +183,9 @@ def test_mistakes_of_the_operator_are_told_at_once():
     links = Links(CONFIG, memory, log)
     with pytest.raises(ConfigError, match="token"):
         LinkConfig(token=b"")
-    with pytest.raises(ConfigError, match="known: tcp, shm, mooncake"):
+    with pytest.raises(ConfigError, match="known: tcp, shm, cuda, mooncake"):
         links.listen("pigeon")
-    for address in ("pigeon://loft", "tcp://", "tcp://host:port", "shm://"):
+    for address in ("pigeon://loft", "tcp://", "tcp://host:port", "shm://", "cuda://"):
         with pytest.raises(ConfigError, match="not a link address"):
             links.connect(address)
     taken = links.listen("tcp")

@@ -17,7 +17,7 @@ from headwater.errors import ConfigError
 from headwater.testing.link_contract import CHECKS, open_harness
 from headwater.testing.links import BlockArray, EventLog
 from tests.disagg.staging_doubles import ArrayCopier, MakeStaged, SomeBuffers
-from tests.disagg.wire import CONFIG, LINKS, RawSender, pieces_of
+from tests.disagg.wire import CONFIG, STAGED_LINKS, RawSender, pieces_of
 
 BLOCK_BYTES = 4096
 NUM_SLOTS = 24
@@ -26,7 +26,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 
 @pytest.mark.parametrize("block_bytes", SIZES, ids=("small", "large"))
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", STAGED_LINKS)
 def test_staged_links_keep_the_contract(link, check, block_bytes):
     """Order, one outcome per push, fences that hold (lesson 50)."""
     with open_harness(MakeStaged(link), link, block_bytes) as harness:

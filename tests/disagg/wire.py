@@ -7,6 +7,7 @@ import pytest
 
 from headwater.clock import SystemClock
 from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.cuda import CudaDialer
 from headwater.disagg.links.frames import (
     ANSWER_BYTES,
     SentPiece,
@@ -27,7 +28,9 @@ from headwater.testing.links import BlockArray
 
 CONFIG = LinkConfig(token=b"a token of tests", max_senders=8, connect_timeout_s=1.0)
 NUM_SLOTS = 8
-LINKS = ("tcp", "shm", pytest.param("mooncake", marks=pytest.mark.slow))
+LINKS = ("tcp", "shm", "cuda", pytest.param("mooncake", marks=pytest.mark.slow))
+STAGED_LINKS = ("tcp", "shm", pytest.param("mooncake", marks=pytest.mark.slow))
+"""Links that pass through staging buffers if blocks are on a device."""
 
 
 @cache
@@ -59,6 +62,8 @@ def dialer(
         return MooncakeDialer(address, config, engine("sender"))
     if link == "shm":
         return ShmDialer(address, config, memory or BlockArray(1, 4096))
+    if link == "cuda":
+        return CudaDialer(address, config, memory or BlockArray(1, 4096))
     return TcpDialer(address, config)
 
 
@@ -70,7 +75,7 @@ class RawSender:
         self._wait_check = timeout_check(SystemClock(), 10.0)
         terms = HandshakeTerms(self._link, CONFIG.token, block_bytes)
         self.memory = BlockArray(NUM_SLOTS, block_bytes)
-        """The memory from which a receiver of the `shm` link reads."""
+        """The memory from which a receiver of a link that maps memory reads."""
 
         self.outbound = dialer(address, memory=self.memory).dial(terms, self._wait_check)
         self.stream = self.outbound.stream
@@ -95,7 +100,7 @@ class RawSender:
         if flip >= 0:
             payload[flip // 8] ^= 1 << flip % 8
         head = encode_frame(make_frame(number, lease, cell, pieces), self.key)
-        if self._link == "shm":
+        if self._link in ("shm", "cuda"):
             self.outbound._validity._words[cell] = number + 1  # type: ignore[attr-defined]
         if self._link == "tcp":
             return head + b"".join(_with_checksums(payload, list(blocks.values())))
@@ -104,7 +109,7 @@ class RawSender:
 
     def stage(self, cell: int, payload: bytes | bytearray) -> None:
         """Write bytes where the receiver copies them from, as a late write would."""
-        if self._link == "shm":
+        if self._link in ("shm", "cuda"):
             at = cell * self.memory.block_bytes
             self.memory.memory[at : at + len(payload)] = payload
             return

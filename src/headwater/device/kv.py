@@ -8,7 +8,7 @@ both key and value (`latent`).
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,12 @@ from torch import Tensor
 from headwater.device import pages
 from headwater.device.host_ops import host_ops
 from headwater.device.model import LoadedModel
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, DeviceError
 from headwater.transfer.layout import KVLayout
 from headwater.transfer.shared import SharedPages
+
+if TYPE_CHECKING:
+    from headwater.device.gpu.virtual_memory import ExportedMemory
 
 Ints = NDArray[np.int64]
 
@@ -52,7 +55,7 @@ class KVPool:
     def __init__(
         self, model: LoadedModel, *, num_blocks: int, block_tokens: int, shared: bool = False
     ) -> None:
-        """Peers on this machine may read the memory of a `shared` pool."""
+        """Peers on this machine may map the memory of a `shared` pool."""
         self.layout = model.layout(block_tokens)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -68,7 +71,8 @@ class KVPool:
         self.blocks, self.pages = _zeros(
             (num_blocks, self.layout.block_bytes), model, shared=shared
         )
-        """The bytes of every block, `[blocks, block_bytes]`."""
+        """The bytes of every block, `[blocks, block_bytes]`; and the memory behind them if peers
+        may map it."""
         self.data = self._numbers()
         """Their elements, `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`."""
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
@@ -154,8 +158,10 @@ class KVPool:
 
 def _zeros(
     shape: tuple[int, int], model: LoadedModel, *, shared: bool
-) -> tuple[Tensor, SharedPages | None]:
+) -> "tuple[Tensor, SharedPages | ExportedMemory | None]":
     try:
+        if shared and model.device.type == "cuda":
+            return _exported_zeros(shape, model.device)
         if shared:
             return pages.shared_zeros(shape, dtype=torch.uint8)
         return pages.zeros(shape, dtype=torch.uint8, device=model.device), None
@@ -165,3 +171,21 @@ def _zeros(
             f"{shape[0]:,} blocks of KV take {gib:,.1f} GiB, which {model.device} does not have; "
             "ask for fewer with --num-gpu-blocks-override"
         ) from exc
+
+
+def _exported_zeros(
+    shape: tuple[int, int], device: torch.device
+) -> "tuple[Tensor, ExportedMemory]":
+    """Memory of a GPU that peers can map."""
+    from headwater.device.gpu.virtual_memory import ExportedMemory
+
+    num_bytes = math.prod(shape)
+    try:
+        exported = ExportedMemory(num_bytes, device)
+    except DeviceError as exc:
+        raise ConfigError(
+            f"{device} does not give {num_bytes / (1 << 30):,.1f} GiB for KV blocks that peers "
+            f"can map: {exc}; use --cache-transfer-protocol tcp, or fewer blocks with "
+            "--num-gpu-blocks-override"
+        ) from exc
+    return exported.mapped.tensor(shape).zero_(), exported

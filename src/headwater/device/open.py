@@ -65,8 +65,8 @@ def open_runner(  # noqa: PLR0913 -- sizes, each by its name
 ) -> tuple[LeadingRunner, KVPool]:
     """A runner and its pool. Call `prepare_device` before it serves.
 
-    With a `group` it computes rank 0's part of a model that is split over ranks. A pool in main
-    memory may be `shared`: peers on this machine can read it.
+    With a `group` it computes rank 0's part of a model that is split over ranks. Peers on this
+    machine can map a `shared` pool.
     """
     sizes: dict[str, Any] = {
         "num_blocks": num_blocks,
@@ -96,7 +96,7 @@ def open_runner(  # noqa: PLR0913 -- sizes, each by its name
             "--kv-cache-dtype fp8 is not supported on a GPU for models with latent KV (MLA); "
             "leave it out"
         )
-    on_gpu = CudaRunner(model, **sizes, masks=masks)
+    on_gpu = CudaRunner(model, **sizes, shared=shared, masks=masks)
     on_gpu.compilations = compilations
     if group is not None:
         on_gpu.connect(group)

@@ -110,7 +110,7 @@ def _build(
         block_tokens=config.block_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_batched_tokens=limits.max_batched_tokens,
-        shared=ranks is None and shares_blocks(config),
+        shared=ranks is None and shares_blocks(config, model.device.type),
         masks=_masks(limits, model, clock),
         group=None if ranks is None else ranks.group,
     )

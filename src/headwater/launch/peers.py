@@ -13,7 +13,7 @@ from headwater.config import EngineConfig, PeersConfig, peer_token_from_environm
 from headwater.disagg.handoff.controller import HandoffController
 from headwater.disagg.handoff.resources import HandoffDependencies, Memory
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.interface import Deliver, LinkMaker, Sender
+from headwater.disagg.links.interface import Deliver, DeviceMemory, LinkMaker, Sender
 from headwater.disagg.links.registry import Links
 from headwater.disagg.links.self_test import check_link, check_peer
 from headwater.disagg.links.staging.registry import StagedLinks
@@ -59,14 +59,9 @@ def _in_place(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
 
 
 def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
-    """For blocks on a device or on several ranks, which pass through staging buffers."""
-    from headwater.device.blocks import DeviceBlocks
-
-    memory: Memory = DeviceBlocks(host.pool)
-    if host.copies is not None:
-        from headwater.device.parallel.copier import RankedBlocks
-
-        memory = RankedBlocks(host.pool, host.copies.ranks)
+    """For blocks on a device or on several ranks. They pass through staging buffers, unless a
+    link maps the device's memory."""
+    memory, device = _device_blocks(host)
     return memory, lambda links, deliver: StagedLinks(
         links,
         memory.block_bytes,
@@ -74,12 +69,26 @@ def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
         deliver,
         clock,
         for_ranks=host.has_ranks,
+        device=device,
     )
 
 
-def shares_blocks(config: EngineConfig) -> bool:
-    """Whether peers on this machine read this instance's blocks in place."""
-    return config.peers is not None and config.peers.link == "shm" and _hands_off(config.peers)
+def _device_blocks(host: HostMemory) -> tuple[Memory, DeviceMemory | None]:
+    """The blocks for hand-offs, and the same if peers may map them."""
+    if host.copies is not None:
+        from headwater.device.parallel.copier import RankedBlocks
+
+        return RankedBlocks(host.pool, host.copies.ranks), None
+    from headwater.device.gpu.peer_blocks import CudaBlocks
+
+    memory = CudaBlocks(host.pool)
+    return memory, memory
+
+
+def shares_blocks(config: EngineConfig, device_type: str) -> bool:
+    """Whether peers on this machine map the pool of this instance."""
+    peers, link = config.peers, "shm" if device_type == "cpu" else "cuda"
+    return peers is not None and peers.link == link and _hands_off(peers)
 
 
 def _hands_off(peers: PeersConfig) -> bool:

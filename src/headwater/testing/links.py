@@ -26,13 +26,15 @@ from headwater.disagg.protocol.push import (
     PushFailure,
     SenderEvent,
 )
+from headwater.testing.device_blocks import DeviceGate, PeerArray
 from headwater.transfer.shared import SharedPages
 
 _WAIT_S = 30.0
 
 
 class BlockArray:
-    """Contiguous block memory; `gate` blocks callers that request a view."""
+    """Contiguous block memory; `gate` blocks callers that request a view. For the `cuda` link it
+    stands for the memory of a device, whose copies `device` controls."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, seed: int | None = None) -> None:
         """Zeros, or random bytes of a seed."""
@@ -50,6 +52,12 @@ class BlockArray:
             self.rows[:] = rng.integers(0, 256, self.rows.shape, dtype=np.uint8)
         self.gate = Event()
         self.gate.set()
+        self.num_bytes = num_slots * block_bytes
+        self.device = DeviceGate()
+
+    def map_peer(self, file: int, num_bytes: int) -> PeerArray:
+        """The memory of a peer, as if both were on a device."""
+        return PeerArray(file, num_bytes, self.rows, self.device)
 
     def view(self, slot: int) -> memoryview:
         assert self.gate.wait(_WAIT_S), "the gate was never opened"

@@ -30,6 +30,7 @@ PIECE_BYTES = 32
 ANSWER_BYTES = 16
 
 CHECKSUM_BYTES = 16
+_NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 FIRST_BYTES = 1 << 20
 """Payload of the first frame of a push: small, so that the receiver begins early."""
@@ -78,7 +79,7 @@ class Frame(NamedTuple):
 
 def announce(piece: BlockPiece) -> SentPiece:
     """The piece of a block, without a checksum."""
-    return SentPiece(piece.index, piece.slot, piece.num_bytes, bytes(CHECKSUM_BYTES))
+    return SentPiece(piece.index, piece.slot, piece.num_bytes, _NO_CHECKSUM)
 
 
 def describe(piece: BlockPiece, view: memoryview) -> SentPiece:

@@ -41,6 +41,49 @@ class OneMemory(BlockMemory, Protocol):
         private."""
 
 
+class CopyInProgress(Protocol):
+    """A copy that was started on a device."""
+
+    def wait(self) -> None:
+        """Return when every byte is in its slot. DeviceError if the copy failed; then nothing
+        of it is written any more, either."""
+
+
+class PeerBlocks(Protocol):
+    """The blocks of a peer's device pool, mapped here. Used by the thread that mapped them."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the peer."""
+
+    def start_copy(
+        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]
+    ) -> CopyInProgress:
+        """Start to copy the leading `sizes` bytes of the peer's slots `sources` to the own slots
+        `targets`. Does not wait. DeviceError if it cannot start."""
+
+    def close(self) -> None:
+        """Unmap the memory. No copy is in progress. The peer may be dead already."""
+
+
+@runtime_checkable
+class DeviceMemory(BlockMemory, Protocol):
+    """Blocks on a device, which peers on this machine can map. No link has their bytes in main
+    memory, so `view` returns an empty view."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory behind `file`."""
+
+    @property
+    def file(self) -> int | None:
+        """Descriptor of the memory of all slots; None if it cannot be passed to peers."""
+
+    def map_peer(self, file: int, num_bytes: int) -> PeerBlocks:
+        """Map the memory behind a descriptor that a peer passed. It stays valid until `close`,
+        even if the peer dies. DeviceError if this device cannot map it."""
+
+
 Deliver: TypeAlias = Callable[[LinkEvent], None]
 """Takes an event from any thread. It must return at once and not raise."""
 

@@ -58,6 +58,11 @@ class ArrivingBlocks:
         """Whether the lease was fenced: not one more byte may be written."""
         return self.lease.fenced
 
+    def slots(self, pieces: Sequence[SentPiece]) -> list[int]:
+        """The target slot of each new piece of the frame, for a copy that does not use views."""
+        slots = self.lease.slots
+        return [slots[pieces[at].block] for at in self.new]
+
     def copy(self, at: int, source: Bytes) -> None:
         """Copy `source` to the target of piece `at`, which must have one."""
         view = self.views[at]
@@ -140,16 +145,12 @@ class LeaseBook:
     def end_write(self, arriving: ArrivingBlocks, pieces: Sequence[SentPiece]) -> None:
         """The write is over. Its `good` blocks have been received."""
         lease, number = arriving.lease, arriving.lease_number
-        events = []
+        good = [pieces[at] for at in arriving.new if at in arriving.good]
         with self._lock:
-            for at in arriving.new:
-                piece = pieces[at]
-                lease.arriving.discard(piece.block)
-                if at in arriving.good:
-                    lease.received[piece.block] = piece.num_bytes
-                    events.append(BlockReceived(number, piece.block, piece.num_bytes))
-        for event in events:
-            self._deliver(event)
+            lease.arriving.difference_update([pieces[at].block for at in arriving.new])
+            lease.received.update([(piece.block, piece.num_bytes) for piece in good])
+        for piece in good:
+            self._deliver(BlockReceived(number, piece.block, piece.num_bytes))
         with self._lock:
             lease.num_writing -= 1
             closed = self._close_if_done(number, lease)

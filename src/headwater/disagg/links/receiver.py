@@ -8,9 +8,10 @@ other peer is affected.
 import contextlib
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Event, Lock, Thread
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headwater.clock import Clock
 from headwater.disagg.links.config import LinkConfig
@@ -60,6 +61,18 @@ class Inbound(Protocol):
 
     def close(self) -> None:
         """The connection has ended."""
+
+
+@runtime_checkable
+class BackgroundInbound(Inbound, Protocol):
+    """Of a link that copies in the background: `receive` only starts the copies of a frame.
+
+    The next frame is started before this one is finished, so that the device always has work.
+    """
+
+    def finish(self, frame: Frame, arriving: ArrivingBlocks) -> None:
+        """Wait for the copies of the oldest frame that was started, and note which blocks are
+        complete. Afterwards nothing writes to its targets."""
 
 
 class LinkAcceptor(Protocol):
@@ -193,8 +206,9 @@ class StreamReceiver:
         try:
             session, inbound = self._acceptor.admit(handshake, stream, check_wait)
             try:
-                connection = _Connection(self._book, stream, session.key, inbound)
-                connection.serve(self._config, self._clock)
+                timeout_s = self._config.stall_timeout_s
+                stall = partial(_stall, stream, self._clock, timeout_s)
+                _Connection(self._book, stream, session.key, inbound, stall).serve()
             finally:
                 inbound.close()
         finally:
@@ -205,51 +219,114 @@ class StreamReceiver:
 class _Connection:
     """One authenticated sender."""
 
-    def __init__(self, book: LeaseBook, stream: Stream, key: bytes, inbound: Inbound) -> None:
+    def __init__(
+        self,
+        book: LeaseBook,
+        stream: Stream,
+        key: bytes,
+        inbound: Inbound,
+        stall: Callable[[], WaitCheck],
+    ) -> None:
+        """`stall` limits how long the peer may be silent from now on."""
         self._book = book
         self._stream = stream
         self._key = key
         self._inbound = inbound
+        self._background = inbound if isinstance(inbound, BackgroundInbound) else None
+        self._stall = stall
         self._head = memoryview(bytearray(FRAME_BYTES))
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._started: tuple[Frame, ArrivingBlocks] | None = None
+        """A frame whose blocks are being copied in the background."""
 
-    def serve(self, config: LinkConfig, clock: Clock) -> None:
+    def serve(self) -> None:
         """Receive frames and answer each, until the connection ends."""
         number = 0
-        while True:
-            begun = self._stream.receive_some([self._head])
-            if not begun:
-                self._stream.await_readable()
-                continue
-            check_wait = _stall(self._stream, clock, config.stall_timeout_s)
-            frame = self._frame(begun, check_wait)
-            if frame.number != number or frame.payload_bytes > self._inbound.max_bytes:
-                raise Malformed("frame out of order or too large")
-            number += 1
-            answer = encode_answer(frame.number, self._receive(frame, check_wait))
-            self._stream.send([answer], check_wait)
+        try:
+            while True:
+                begun = self._begun()
+                if not begun:
+                    self._stream.await_readable()
+                    continue
+                check_wait = self._stall()
+                frame = self._frame(begun, check_wait)
+                if frame.number != number or frame.payload_bytes > self._inbound.max_bytes:
+                    raise Malformed("frame out of order or too large")
+                number += 1
+                self._receive(frame, check_wait)
+        finally:
+            self._end_started()
+
+    def _begun(self) -> int:
+        """Number of bytes of the next frame's head that are there."""
+        if self._started is not None:
+            begun = self._stream.receive_some([self._head], socket.MSG_DONTWAIT)
+            if begun < FRAME_BYTES:  # a slow peer must not delay the end of the started frame
+                self._answer_started()
+            if begun:
+                return begun
+        return self._stream.receive_some([self._head])
 
     def _frame(self, begun: int, check_wait: WaitCheck) -> Frame:
         self._stream.fill(self._head[begun:], check_wait)
         table = bytearray(table_bytes(self._head))
-        self._stream.fill(memoryview(table), check_wait)
+        rest = memoryview(table)
+        if self._started is not None:
+            rest = rest[self._stream.receive_some([rest], socket.MSG_DONTWAIT) :]
+            if rest:
+                self._answer_started()
+        self._stream.fill(rest, check_wait)
         return decode_frame(
             bytes(self._head), bytes(table), self._key, block_bytes=self._book.block_bytes
         )
 
-    def _receive(self, frame: Frame, check_wait: WaitCheck) -> PushFailure | None:
+    def _receive(self, frame: Frame, check_wait: WaitCheck) -> None:
+        """Write the blocks of a frame and answer it, or start that."""
         arriving = self._book.begin_write(frame.lease, frame.pieces)
+        if arriving is PushFailure.TWICE and self._started is not None:
+            self._answer_started()
+            arriving = self._book.begin_write(frame.lease, frame.pieces)
         if isinstance(arriving, PushFailure):
+            self._answer_started()
             self._skip(self._inbound.num_following(frame), check_wait)
-            return arriving
+            self._answer(frame, arriving)
+            return
         try:
             left = self._inbound.receive(frame, arriving, check_wait)
+        except BaseException:
+            self._book.end_write(arriving, frame.pieces)
+            raise
+        if self._background is not None:
+            # Only now: the device copies this frame while the last one is answered.
+            self._answer_started()
+            self._started = frame, arriving
+            return
+        self._book.end_write(arriving, frame.pieces)
+        self._skip(left, check_wait)
+        self._answer(frame, _failure(arriving))
+
+    def _answer_started(self) -> None:
+        """Wait for the frame whose copies were started, and answer it."""
+        ended = self._end_started()
+        if ended is not None:
+            frame, arriving = ended
+            self._answer(frame, _failure(arriving))
+
+    def _end_started(self) -> tuple[Frame, ArrivingBlocks] | None:
+        """Wait for the frame whose copies were started; afterwards nothing writes to its slots."""
+        if self._started is None:
+            return None
+        frame, arriving = started = self._started
+        self._started = None
+        assert self._background is not None, "only copies in the background are started"
+        try:
+            self._background.finish(frame, arriving)
         finally:
             self._book.end_write(arriving, frame.pieces)
-        self._skip(left, check_wait)
-        if len(arriving.good) == len(arriving.new):
-            return None
-        return PushFailure.FENCED if arriving.stopped else PushFailure.DAMAGED
+        return started
+
+    def _answer(self, frame: Frame, failure: PushFailure | None) -> None:
+        self._stream.send([encode_answer(frame.number, failure)], self._stall())
 
     def _skip(self, num_bytes: int, check_wait: WaitCheck) -> None:
         """Discard payload of a refused frame."""
@@ -257,6 +334,13 @@ class _Connection:
             part = self._scratch[:num_bytes]
             self._stream.fill(part, check_wait)
             num_bytes -= len(part)
+
+
+def _failure(arriving: ArrivingBlocks) -> PushFailure | None:
+    """Why the blocks of a frame that has ended are not all there; None if they are."""
+    if len(arriving.good) == len(arriving.new):
+        return None
+    return PushFailure.FENCED if arriving.stopped else PushFailure.DAMAGED
 
 
 def _stall(stream: Stream, clock: Clock, timeout_s: float) -> WaitCheck:

@@ -2,6 +2,7 @@
 
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.cuda import CudaAcceptor, CudaDialer
 from headwater.disagg.links.interface import BlockMemory, Deliver, OneMemory, Receiver, Sender
 from headwater.disagg.links.mooncake import MooncakeAcceptor, MooncakeDialer, TransferEngine
 from headwater.disagg.links.receiver import LinkAcceptor, StreamReceiver
@@ -11,7 +12,7 @@ from headwater.disagg.links.tcp import TcpAcceptor, TcpDialer
 from headwater.disagg.peering.tls import open_tls
 from headwater.errors import ConfigError
 
-_KNOWN = ("tcp", "shm", "mooncake")
+_KNOWN = ("tcp", "shm", "cuda", "mooncake")
 
 
 class Links:
@@ -55,6 +56,8 @@ class Links:
                 return TcpAcceptor(config, block_bytes, self._tls)
             case "shm":
                 return ShmAcceptor(block_bytes)
+            case "cuda":
+                return CudaAcceptor(self._memory)
             case "mooncake":
                 return MooncakeAcceptor(config, block_bytes, self._mooncake())
         raise ConfigError(f"unknown link {link!r}; known: {', '.join(_KNOWN)}")
@@ -65,6 +68,8 @@ class Links:
                 return TcpDialer(address, self._config, self._tls)
             case ("shm", "://"):
                 return ShmDialer(address, self._config, self._memory)
+            case ("cuda", "://"):
+                return CudaDialer(address, self._config, self._memory)
             case ("mooncake", "://"):
                 return self._mooncake_dialer(address)
         known = ", ".join(f"{name}://…" for name in _KNOWN)

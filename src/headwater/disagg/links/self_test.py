@@ -23,7 +23,7 @@ from headwater.errors import ConfigError
 def check_link(address: str, config: LinkConfig, block_bytes: int, clock: Clock) -> str | None:
     """A warning unless this instance's own block receiver answers at `address`."""
     link = address.partition("://")[0]
-    if link == "shm":  # a Unix socket of this machine; it has no address to get wrong
+    if link in ("shm", "cuda"):  # a Unix socket of this machine; no address to get wrong
         return None
     flags = "--link-advertise-host and --link-advertise-port"
     return _check(

@@ -10,10 +10,8 @@ sender does not reuse them before it has the answer or has invalidated the frame
 """
 
 import os
-import secrets
-import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,9 +22,19 @@ from headwater.disagg.links.frame_validity import (
     FrameValidity,
     PeerFrameValidity,
 )
-from headwater.disagg.links.frames import Frame, announce, encode_frame, make_frame
+from headwater.disagg.links.frames import Frame
 from headwater.disagg.links.interface import BlockMemory, OneMemory
 from headwater.disagg.links.leases import ArrivingBlocks
+from headwater.disagg.links.mapped import (
+    NUM_FRAMES,
+    MappedOutbound,
+    check_user,
+    connect_locally,
+    listen_locally,
+    name_of,
+    receive_files,
+    send_files,
+)
 from headwater.disagg.peering.handshake import (
     HandshakeTerms,
     LinkSession,
@@ -35,8 +43,7 @@ from headwater.disagg.peering.handshake import (
 )
 from headwater.disagg.peering.stream import Stream, WaitCheck
 from headwater.disagg.peering.tls import Tls
-from headwater.disagg.protocol.errors import LinkBroken, Malformed
-from headwater.disagg.protocol.push import BlockPiece, PushFailure
+from headwater.disagg.protocol.errors import Malformed
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
 
@@ -44,9 +51,6 @@ _OFFER = struct.Struct("<Q")
 """Size of the memory whose descriptor is passed with it."""
 
 _NUM_FILES = 2
-_CREDENTIALS = struct.Struct("3i")
-_NUM_FRAMES = 4
-"""Frames in flight: the next frame is there before the peer has copied the last one."""
 
 _SHARED_BYTES = 4 << 20
 """From this payload on, two threads copy a frame; each takes the next block."""
@@ -64,16 +68,13 @@ class ShmAcceptor:
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        name = f"headwater-{secrets.token_hex(8)}"
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(f"\0{name}")
-        self.listener.listen(64)
+        self.listener, name = listen_locally()
         self.address = f"shm://{name}"
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
     ) -> tuple[LinkSession, "ShmInbound"]:
-        _check_user(stream)
+        check_user(stream)
         session = handshake.accept()
         memory, validity = _take_memory(stream, check_wait)
         return session, ShmInbound(memory, validity, self._block_bytes)
@@ -137,9 +138,7 @@ class ShmDialer:
     link = "shm"
 
     def __init__(self, address: str, config: LinkConfig, memory: BlockMemory) -> None:
-        self._name = address.partition("://")[2]
-        if not self._name:
-            raise ConfigError(f"{address!r} is not a link address; write shm://name")
+        self._name = name_of(address)
         if not isinstance(memory, OneMemory) or memory.file is None:
             raise ConfigError(
                 "the blocks of this instance are not in shared memory; start all peers with "
@@ -150,73 +149,24 @@ class ShmDialer:
         self._timeout_s = config.connect_timeout_s
         self.frame_bytes = self.first_bytes = FRAME_BYTES
 
-    def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> "ShmOutbound":
-        connected = socket.socket(socket.AF_UNIX)
+    def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> MappedOutbound:
+        stream = connect_locally(self._name, self._timeout_s)
         try:
-            connected.settimeout(self._timeout_s)
-            connected.connect(f"\0{self._name}")
-            stream = Stream(connected)
-            _check_user(stream)
             key = client_handshake(stream, terms, check_wait).key
-            validity = FrameValidity(_NUM_FRAMES)
-            offer = _OFFER.pack(self._num_bytes)
-            socket.send_fds(connected, [offer], [self._file, validity.file])
-        except OSError as error:
-            connected.close()
-            raise LinkBroken(f"{self._name}: {error}", PushFailure.UNREACHABLE) from error
+            validity = FrameValidity(NUM_FRAMES)
+            send_files(stream, _OFFER.pack(self._num_bytes), [self._file, validity.file])
         except BaseException:
-            connected.close()
+            stream.close()
             raise
-        return ShmOutbound(stream, key, validity)
+        return MappedOutbound(stream, key, validity)
 
     def close(self) -> None:
         """Nothing to do: only connections hold resources."""
 
 
-class ShmOutbound:
-    """Sends frames; payloads stay in the sender's memory."""
-
-    def __init__(self, stream: Stream, key: bytes, validity: FrameValidity) -> None:
-        self.stream = stream
-        self._key = key
-        self._validity = validity
-
-    def send_frame(
-        self,
-        number: int,
-        lease: int,
-        pieces: Sequence[BlockPiece],
-        views: Sequence[memoryview],
-        check_wait: WaitCheck,
-    ) -> None:
-        word = self._validity.mark_valid(number, check_wait)
-        frame = make_frame(number, lease, word, tuple(map(announce, pieces)))
-        self.stream.send([encode_frame(frame, self._key)], check_wait)
-
-    def answered(self, number: int) -> None:
-        self._validity.release(number)
-
-    def withdraw(self, number: int) -> None:
-        self._validity.invalidate(number)
-
-    def close(self) -> None:
-        """Nothing to do: the connection owns the stream."""
-
-
-def _check_user(stream: Stream) -> None:
-    """Share memory only with processes of the same user or of root."""
-    raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
-    if user not in (os.getuid(), 0):
-        raise Malformed(
-            f"the peer runs as user {user}; the shm link needs the same user",
-            PushFailure.REFUSED,
-        )
-
-
 def _take_memory(stream: Stream, check_wait: WaitCheck) -> tuple[memoryview, PeerFrameValidity]:
     """Map the memory of a sender, and its frame validity words."""
-    raw, files = _receive_files(stream, check_wait)
+    raw, files = receive_files(stream, _OFFER.size, _NUM_FILES, check_wait)
     try:
         if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
             raise Malformed("the peer passed no memory descriptors")
@@ -227,17 +177,3 @@ def _take_memory(stream: Stream, check_wait: WaitCheck) -> tuple[memoryview, Pee
     finally:
         for file in files:
             os.close(file)
-
-
-def _receive_files(stream: Stream, check_wait: WaitCheck) -> tuple[bytes, list[int]]:
-    while True:
-        try:
-            raw, files, _, _ = socket.recv_fds(
-                stream.socket, _OFFER.size, _NUM_FILES, socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            check_wait()
-        except OSError as error:
-            raise LinkBroken(f"connection lost: {error}") from error
-        else:
-            return raw, files

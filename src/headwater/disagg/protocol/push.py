@@ -66,8 +66,7 @@ class PushFailed(NamedTuple):
     reason: PushFailure
 
 
-@dataclass(frozen=True, slots=True)
-class BlockReceived:
+class BlockReceived(NamedTuple):
     """A block is in its slot, complete and verified. Reported once for each block of a lease."""
 
     lease: int

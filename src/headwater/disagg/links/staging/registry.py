@@ -6,13 +6,20 @@ from contextlib import contextmanager
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import MAX_PIECES
-from headwater.disagg.links.interface import BlockMemory, Deliver, Receiver, Sender
+from headwater.disagg.links.interface import (
+    BlockMemory,
+    Deliver,
+    DeviceMemory,
+    Receiver,
+    Sender,
+)
 from headwater.disagg.links.mooncake import TransferEngine
 from headwater.disagg.links.registry import Links
 from headwater.disagg.links.shm import FRAME_BYTES
 from headwater.disagg.links.staging.buffers import Buffers, OpenCopier
 from headwater.disagg.links.staging.receiver import StagedReceiver
 from headwater.disagg.links.staging.sender import StagedSender
+from headwater.errors import ConfigError
 from headwater.transfer.slab import HostSlab
 
 _NUM_PARTS = 2
@@ -32,10 +39,13 @@ class StagedLinks:
         engine: TransferEngine | None = None,
         *,
         for_ranks: bool = False,
+        device: DeviceMemory | None = None,
     ) -> None:
         """A Transfer Engine is made on first use, unless one is given. Buffers `for_ranks` can be
-        mapped by the other ranks of this instance."""
+        mapped by the other ranks of this instance. Links that map the memory of a `device` use
+        no buffers."""
         self._for_ranks = for_ranks
+        self._device = device
         self._config = config
         self._block_bytes = block_bytes
         self._open_copier = open_copier
@@ -47,6 +57,8 @@ class StagedLinks:
 
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind, with buffers for as many senders as it serves at once."""
+        if link == "cuda":
+            return self._mapping_links().listen(link)
         num_buffers = self._config.max_senders * self._frame_blocks
         slab = HostSlab(num_buffers, self._block_bytes, for_ranks=self._for_ranks)
         buffers = Buffers(slab, self._open_copier(slab))
@@ -61,6 +73,8 @@ class StagedLinks:
     def connect(self, address: str) -> Sender:
         """A sender to the receiver at `address`, with its own buffers."""
         link = address.partition("://")[0]
+        if link == "cuda":
+            return self._mapping_links().connect(address)
         shared = link == "shm"
         slab = HostSlab(
             _NUM_PARTS * self._frame_blocks,
@@ -79,6 +93,14 @@ class StagedLinks:
                 self._clock,
                 part_blocks=self._frame_blocks,
             )
+
+    def _mapping_links(self) -> Links:
+        if self._device is None:
+            raise ConfigError(
+                "the cuda link needs all blocks of an instance on one GPU; with several ranks "
+                "use --cache-transfer-protocol tcp or shm"
+            )
+        return Links(self._config, self._device, self._deliver, self._clock)
 
     def _links(self, link: str, memory: BlockMemory, deliver: Deliver) -> Links:
         if link == "mooncake" and self._engine is None:
