@@ -22,7 +22,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
 
 
-@pytest.mark.parametrize("link", ["tcp", "shm"])
+@pytest.mark.parametrize("link", ["tcp", "shm", "cuda"])
 def test_disaggregated_equals_local_on_a_gpu(link: str) -> None:
     """Token for token in float32, over conversations."""
     with (

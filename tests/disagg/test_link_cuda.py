@@ -117,7 +117,7 @@ def test_the_next_frame_is_copied_before_the_last_one_is_answered(harness):
     harness.receiver.open(1, [3, 4])
     hold_copies(harness)
     peer = RawSender(harness.receiver.address, BLOCK_BYTES)
-    words = peer.outbound._validity._words
+    words = peer.outbound._validity._words  # type: ignore[attr-defined] # no peer of ours does this
     words[:2] = [1, 2]
     frames = []
     for number in range(2):
@@ -137,7 +137,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_delays_no_answer(harness):
     harness.receiver.open(1, [3, 4])
     peer = RawSender(harness.receiver.address, BLOCK_BYTES)
     first = peer.frame(0, 1, {0: bytes(BLOCK_BYTES)})
-    peer.outbound._validity._words[1] = 2
+    peer.outbound._validity._words[1] = 2  # type: ignore[attr-defined] # as above
     piece = SentPiece(1, 1, BLOCK_BYTES, bytes(16))
     second = encode_frame(make_frame(1, 1, 1, (piece,)), peer.key)
     for end in (5, len(second) - 5):
@@ -248,9 +248,7 @@ def test_the_descriptor_is_passed_only_to_a_peer_with_the_token(has_token):
     log = EventLog()
     sender = Links(CONFIG, BlockArray(4, BLOCK_BYTES), log).connect(f"cuda://{name}")
     deadline_s = SystemClock().now() + 5.0
-    sender.push(
-        Push(job=1, lease=1, pieces=pieces_of([0], BLOCK_BYTES), deadline_s=deadline_s)
-    )
+    sender.push(Push(job=1, lease=1, pieces=pieces_of([0], BLOCK_BYTES), deadline_s=deadline_s))
     log.outcome(1)
     thread.join(10.0)
     sender.close()

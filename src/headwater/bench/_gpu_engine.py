@@ -158,7 +158,7 @@ class GpuEngine:
         **settings: Any,  # noqa: ANN401 -- typed by SchedulerConfig and CacheConfig
     ) -> None:
         policy = settings.pop("write_policy", "write_through")
-        masks = settings.pop("masks", None)
+        masks, shared = settings.pop("masks", None), settings.pop("shared", False)
         limits = {"max_num_seqs": 256, "max_batched_tokens": 8192, **settings}
         layout = model.layout(BLOCK_TOKENS)
         self.cache = TieredCache(
@@ -180,6 +180,7 @@ class GpuEngine:
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
+            shared=shared,
             masks=masks,
         )
         self.block_bytes = layout.block_bytes
@@ -194,7 +195,8 @@ class GpuEngine:
                 self.copier, self._workers(storage), TransferConfig(read_timeout_s=60.0),
                 block_bytes=layout.block_bytes,
             )  # fmt: skip
-        self.core = EngineCore(Scheduler(config, self.cache), self.runner, self.clock, mover)
+        self.scheduler = Scheduler(config, self.cache)
+        self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
         settle_collector()
         self._numbers = itertools.count()
         self.last_found: Mapping[str, int] = {}

@@ -23,6 +23,7 @@ from headwater.errors import ConfigError
 
 PARTS = (
     "copies",
+    "handoff",
     "decode",
     "prefill",
     "first_token",
@@ -103,6 +104,7 @@ class _Run:
         """Run one part; a failure is reported and does not stop the others."""
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "copies": self._copies,
+            "handoff": self._handoff,
             "decode": self._decode,
             "prefill": self._prefill,
             "first_token": self._first_token,
@@ -143,6 +145,16 @@ class _Run:
         )
         found = _gpu_decode.measure_copies(engine, self._ceilings, batch=batch, rounds=rounds)
         engine.close()
+        return found
+
+    def _handoff(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_handoff
+
+        found: dict[str, Any] = {}
+        self.result["handoff"] = found  # printed even if a link fails
+        _gpu_handoff.measure_handoff(
+            self._model, self._options.model, found, is_quick=self._options.quick
+        )
         return found
 
     def _decode(self) -> dict[str, Any]:

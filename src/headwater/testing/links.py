@@ -100,7 +100,7 @@ class EventLog:
     def received(self, lease: int) -> list[int]:
         """Indices of the received blocks of a lease, in order of arrival."""
         events = list(self.events)
-        return [e.index for e in events if isinstance(e, BlockReceived) and e.lease == lease]
+        return [e.block for e in events if isinstance(e, BlockReceived) and e.lease == lease]
 
     def await_received(self, lease: int, count: int, timeout_s: float = _WAIT_S) -> None:
         """Return when this many blocks have been received."""

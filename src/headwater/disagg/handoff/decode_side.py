@@ -146,7 +146,7 @@ class DecodeSide:
             return
         if isinstance(event, BlockReceived):
             self._do(
-                entry, entry.machine.block_received(event.index, event.num_bytes, now), now
+                entry, entry.machine.block_received(event.block, event.num_bytes, now), now
             )
         else:
             self._do(entry, entry.machine.lease_closed(event.num_bytes, event.blocks, now), now)

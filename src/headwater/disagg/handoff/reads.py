@@ -126,7 +126,7 @@ class PeerReadClient:
             return
         if isinstance(event, BlockReceived):
             self._do(
-                entry, entry.machine.block_received(event.index, event.num_bytes, now), now
+                entry, entry.machine.block_received(event.block, event.num_bytes, now), now
             )
         else:
             self._do(entry, entry.machine.lease_closed(event.blocks), now)

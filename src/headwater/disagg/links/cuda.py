@@ -117,9 +117,7 @@ class CudaAcceptor:
 class CudaInbound:
     """Payloads in the sender's device memory; copies them into our slots in the background."""
 
-    def __init__(
-        self, peer: PeerBlocks, validity: PeerFrameValidity, block_bytes: int
-    ) -> None:
+    def __init__(self, peer: PeerBlocks, validity: PeerFrameValidity, block_bytes: int) -> None:
         self._peer = peer
         self._validity = validity
         self.max_bytes = max(_FRAME_BYTES, block_bytes)

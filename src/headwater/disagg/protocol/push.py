@@ -70,7 +70,9 @@ class BlockReceived(NamedTuple):
     """A block is in its slot, complete and verified. Reported once for each block of a lease."""
 
     lease: int
-    index: int
+    block: int
+    """Index of the block in the lease."""
+
     num_bytes: int
 
 

@@ -124,7 +124,7 @@ class StagedReceiver:
 
     def _store(self, event: BlockReceived) -> None:
         lease = self._leases[event.lease]
-        buffer = self._staging.take_buffer(lease.virtual_slots[event.index])
+        buffer = self._staging.take_buffer(lease.virtual_slots[event.block])
         assert buffer is not None, "a received block has a buffer"
         with self._lock:
             lease.num_copying += 1
@@ -136,12 +136,12 @@ class StagedReceiver:
             with self._lock:
                 lease.num_copying -= 1
                 if not is_there:
-                    lease.lost[event.index] = event.num_bytes
+                    lease.lost[event.block] = event.num_bytes
             if not is_there:
                 self.fence(event.lease)
             self._end(event.lease)
 
-        self._buffers.store([buffer], [lease.slots[event.index]], stored)
+        self._buffers.store([buffer], [lease.slots[event.block]], stored)
 
     def _end(self, number: int) -> None:
         """Close a lease if the link has closed it and no copy is in progress."""

@@ -29,7 +29,7 @@ _NUM_PARTS = 2
 class StagedLinks:
     """Used like `Links`, with a copier instead of block memory."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- parts of an instance, each by its name
         self,
         config: LinkConfig,
         block_bytes: int,

@@ -1,0 +1,344 @@
+"""Two engines on one GPU: the speed of each link, and what a hand-off costs.
+
+    links   another process pushes blocks into the pool of an engine, which idles or decodes
+    first   another process prefills; this one is asked for the first token
+
+`share` compares a link with its ceiling in the same run: `cuda` with one copy within the device
+(`device_copy_gb_s`), the staged links with pinned copies. `first` compares with the same prompt
+computed by the decode instance alone, whose prefill takes as long as that of its peer.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from threading import Event
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwater.bench._gpu_ceilings import time_ms
+from headwater.bench._gpu_decode import blocks_for, serve_batch
+from headwater.bench._gpu_engine import BLOCK_TOKENS, DEVICE, GpuEngine
+from headwater.config import EngineConfig, PeersConfig
+from headwater.device.gpu.peer_blocks import CudaBlocks
+from headwater.device.model import LoadedModel
+from headwater.device.open import open_copier
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.staging.registry import StagedLinks
+from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, LinkEvent
+from headwater.engine.client import EngineInfo
+from headwater.errors import EngineDead
+from headwater.launch.host_memory import HostMemory
+from headwater.launch.peers import open_peers
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.types import RequestId
+
+LINKS = ("cuda", "shm", "tcp")
+CONFIG = LinkConfig(token=b"bench links", connect_timeout_s=10.0)
+PROMPT_TOKENS = 32_768
+_NUM_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+_CHUNK_BLOCKS = 8192 // BLOCK_TOKENS
+_PREFILL_TOKENS_S = 25_000
+"""About what one prefill instance of an 8B model computes: the pace of `paced`."""
+
+_BATCH = 32
+_TIMEOUT_S = 60.0
+
+
+def measure_handoff(
+    model: LoadedModel, shape: str, found: dict[str, Any], *, is_quick: bool
+) -> None:
+    """Put the figures of each link into `found`; a link that fails does not stop the others."""
+    found["ceilings"] = ceilings = _measure_ceilings()
+    torch.cuda.empty_cache()
+    found["links"], found["first"] = {}, {}
+    with _far(["sender", json.dumps(_pool_shape(model))]) as far:
+        engine = GpuEngine(
+            model,
+            num_blocks=blocks_for(_BATCH) + _NUM_BLOCKS,
+            max_num_seqs=_BATCH,
+            shared=True,
+        )
+        serve_batch(engine, _BATCH, seed=1)
+        target = _Target(engine)
+        for link in LINKS:
+            found["links"][link] = _attempt(
+                partial(_measure_link, target, far, link, ceilings, is_quick=is_quick)
+            )
+        engine.close()
+    os.environ["HEADWATER_PEER_TOKEN"] = secrets.token_hex(16)
+    with ExitStack() as started:
+        # One for each link, at the same time: most of their start is not on the GPU.
+        peers = {link: started.enter_context(_far(["prefill", shape])) for link in LINKS}
+        for link, far in peers.items():
+            found["first"][link] = _attempt(
+                partial(_measure_first, model, far, link, rounds=2 if is_quick else 4)
+            )
+
+
+def join_peers(engine: GpuEngine, role: str, link: str) -> str:
+    """Let an engine take part in hand-offs; returns its address for peers."""
+    peers = PeersConfig(role=role, link=link)  # type: ignore[arg-type] # checked by it
+    info = EngineInfo(
+        model_name="bench",
+        model_dir="",
+        max_model_len=engine.scheduler.max_model_len,
+        vocab_size=0,
+        block_tokens=BLOCK_TOKENS,
+        num_device_blocks=0,
+        max_num_seqs=0,
+        fingerprint="",
+        eos_token_ids=(),
+    )
+    config = EngineConfig(device="cuda", block_tokens=BLOCK_TOKENS, peers=peers)
+    memory = HostMemory(engine.runner.pool, engine.runner, engine.clock)
+    joined = open_peers(config, engine.core, engine.scheduler, memory, info, engine.clock)
+    assert joined.peer_address
+    return joined.peer_address
+
+
+def handoff_engine(model: LoadedModel) -> GpuEngine:
+    """An engine for two prompts and steps as long as a prefill instance has them."""
+    return GpuEngine(
+        model,
+        num_blocks=2 * _NUM_BLOCKS + 64,
+        max_num_seqs=8,
+        max_batched_tokens=8192,
+        shared=True,
+    )
+
+
+def _measure_ceilings() -> dict[str, float]:
+    """GB/s of one copy of a prompt's KV: within the device, and from and to pinned memory."""
+    num_bytes, host_bytes = 4 << 30, 1 << 30
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
+    target = torch.zeros_like(source)
+    host = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
+    part = source[:host_bytes]
+    inside_ms = time_ms(lambda: target.copy_(source), 9)
+    up_ms = time_ms(lambda: part.copy_(host, non_blocking=True))
+    down_ms = time_ms(lambda: host.copy_(part, non_blocking=True))
+    return {
+        "device_copy_gb_s": num_bytes / inside_ms / 1e6,
+        "host_to_device_gb_s": host_bytes / up_ms / 1e6,
+        "device_to_host_gb_s": host_bytes / down_ms / 1e6,
+    }
+
+
+class _Target:
+    """Slots of an engine's pool that another process pushes to."""
+
+    def __init__(self, engine: GpuEngine) -> None:
+        self.engine = engine
+        slots = engine.cache.take(_NUM_BLOCKS, now=engine.clock.now())
+        assert slots is not None, "the pool is too small"
+        self.slots = slots.tolist()
+        self.block_bytes = engine.block_bytes
+        self._lease = 0
+        self._num_left = 0
+        self.all_received, self.closed = Event(), Event()
+        self.ended_s = 0.0
+        pool = engine.runner.pool
+        self.links = StagedLinks(
+            CONFIG,
+            pool.block_bytes,
+            lambda slab: open_copier(pool, slab, engine.clock),
+            self._deliver,
+            engine.clock,
+            device=CudaBlocks(pool),
+        )
+
+    def expect(self, num_blocks: int) -> int:
+        """The number of a new lease that this many blocks will come for."""
+        self._lease += 1
+        self._num_left = num_blocks
+        self.all_received.clear()
+        return self._lease
+
+    def _deliver(self, event: LinkEvent) -> None:
+        if isinstance(event, BlockReceived):
+            self._num_left -= 1
+            if self._num_left == 0:
+                self.ended_s = self.engine.clock.now()
+                self.all_received.set()
+        elif isinstance(event, LeaseClosed):
+            self.closed.set()
+
+
+def _measure_link(
+    target: _Target, far: "_Far", link: str, ceilings: dict[str, float], *, is_quick: bool
+) -> dict[str, Any]:
+    """The rate of a prompt's KV, alone; and decode steps while blocks arrive."""
+    receiver = target.links.listen(link)
+    try:
+        far.ask({"address": receiver.address})
+        seconds = []
+        for _ in range(2 + (3 if is_quick else 9)):
+            lease = target.expect(_NUM_BLOCKS)
+            receiver.open(lease, target.slots)
+            told = far.ask({"lease": lease, "num_blocks": _NUM_BLOCKS})
+            assert told["outcome"] == "PushDone", told
+            assert target.all_received.wait(_TIMEOUT_S), "blocks are missing"
+            seconds.append(target.ended_s - told["began_s"])
+            target.closed.clear()
+            receiver.fence(lease)
+            assert target.closed.wait(_TIMEOUT_S), "the lease was not closed"
+        taken_s = median(seconds[2:])
+        gb_s = _NUM_BLOCKS * target.block_bytes / taken_s / 1e9
+        pinned = min(ceilings["host_to_device_gb_s"], ceilings["device_to_host_gb_s"])
+        ceiling = ceilings["device_copy_gb_s"] if link == "cuda" else pinned
+        found = {"ms": taken_s * 1e3, "gb_s": gb_s, "share": gb_s / ceiling}
+        found["best_ms"] = min(seconds[2:]) * 1e3
+        period_s = _CHUNK_BLOCKS * BLOCK_TOKENS / _PREFILL_TOKENS_S
+        for name, pace in (("paced", (100, period_s)), ("unpaced", (4000, 0.0))):
+            found[name] = _decode_beside(target, receiver, far, pace, is_quick=is_quick)
+        return found
+    finally:
+        receiver.close()
+
+
+def _decode_beside(
+    target: _Target,
+    receiver: Any,  # noqa: ANN401 -- a Receiver
+    far: "_Far",
+    pace: tuple[int, float],
+    *,
+    is_quick: bool,
+) -> dict[str, float]:
+    """Decode steps without and with chunks of blocks, in turns. `pace` is the number of chunks
+    and the seconds between two. Prompts are cached, so that nearly everything is decoding."""
+    engine, rounds = target.engine, 2 if is_quick else 6
+    plain: list[float] = []
+    beside: list[float] = []
+    num_chunks = 0
+    for _ in range(rounds):
+        plain += serve_batch(engine, _BATCH, seed=1).steps_s[4:]
+        leases = [target.expect(0) for _ in range(pace[0])]
+        for lease in leases:
+            receiver.open(lease, target.slots[:_CHUNK_BLOCKS])
+        far.tell({"leases": leases, "num_blocks": _CHUNK_BLOCKS, "period_s": pace[1]})
+        beside += serve_batch(engine, _BATCH, seed=1).steps_s[4:]
+        told = far.ask({"stop": True})
+        num_chunks += told["num_pushed"]
+        rate = told["gb_s"]
+        for lease in leases:
+            receiver.fence(lease)
+    found = {"steps": len(beside), "chunks": num_chunks, "gb_s": rate}
+    for which in (50, 99):
+        without, with_blocks = (float(np.percentile(s, which)) for s in (plain, beside))
+        found[f"step_p{which}_ms"] = without * 1e3
+        found[f"step_p{which}_ms_with_blocks"] = with_blocks * 1e3
+        found[f"p{which}_ratio"] = with_blocks / without
+    return found
+
+
+def _measure_first(
+    model: LoadedModel, far: "_Far", link: str, *, rounds: int
+) -> dict[str, Any]:
+    """Seconds to the first token by hand-off, and by this instance alone."""
+    address = far.ask({"link": link})["peer_address"]
+    engine = handoff_engine(model)
+    try:
+        join_peers(engine, "decode", link)
+        local, handed = [], []
+        for number in range(rounds + 1):
+            # Cold on both instances: each prompt is new.
+            local.append(_first_s(engine, 2 * number, ""))
+            handed.append(_first_s(engine, 2 * number + 1, address))
+        totals = engine.core.stats().handoffs["decode"]
+        pairs = list(zip(local[1:], handed[1:], strict=True))
+        return {
+            "local_ms": median(local[1:]) * 1e3,
+            "handed_off_ms": median(handed[1:]) * 1e3,
+            "added_ms": median(b - a for a, b in pairs) * 1e3,
+            "each_added_ms": [round((b - a) * 1e3, 2) for a, b in pairs],
+            "handoffs": repr(totals),
+        }
+    finally:
+        engine.close()
+
+
+def _first_s(engine: GpuEngine, seed: int, prefill: str) -> float:
+    """Seconds to the first of two tokens of a new prompt."""
+    name = RequestId(f"first-{seed}-{bool(prefill)}")
+    began_s = engine.clock.now()
+    request = Request(
+        request_id=name,
+        tokens=engine.prompt(PROMPT_TOKENS, seed=50_000 + seed),
+        params=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+        arrival_s=began_s,
+    )
+    engine.core.add(replace(request, prefill=prefill, local_fallback=False))
+    first_s = 0.0
+    while True:
+        engine.core.wait()
+        for output in engine.core.step():
+            first_s = first_s or engine.clock.now() - began_s
+            if output.finish_reason is not None:
+                if not output.tokens and not first_s:
+                    raise EngineDead(f"no token came: {output.finish_reason}")
+                return first_s
+
+
+class _Far:
+    """The other process; it reads and writes one JSON object a line."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def tell(self, what: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        self.tell(what)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                told: dict[str, Any] = json.loads(line)
+                return told
+        raise EngineDead("the other process of the benchmark ended")
+
+
+@contextmanager
+def _far(words: list[str]) -> Iterator[_Far]:
+    command = [sys.executable, "-m", "headwater.bench._gpu_handoff_far", *words]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield _Far(process)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            process.wait(_TIMEOUT_S)
+        finally:
+            process.kill()
+
+
+def _pool_shape(model: LoadedModel) -> dict[str, int]:
+    return {
+        "num_layers": model.num_layers,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "num_blocks": _NUM_BLOCKS,
+    }
+
+
+def _attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures, or the error as a sentence."""
+    try:
+        return measure()
+    except Exception as error:  # noqa: BLE001 -- told, and the other links are measured
+        traceback.print_exc()
+        return {"failed": repr(error)}
