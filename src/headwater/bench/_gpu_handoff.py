@@ -336,9 +336,11 @@ def _pool_shape(model: LoadedModel) -> dict[str, int]:
 
 
 def _attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures, or the error as a sentence."""
+    """The figures, which are also printed at once; or the error as a sentence."""
     try:
-        return measure()
+        found = measure()
     except Exception as error:  # noqa: BLE001 -- told, and the other links are measured
         traceback.print_exc()
-        return {"failed": repr(error)}
+        found = {"failed": repr(error)}
+    print(json.dumps(found), file=sys.stderr, flush=True)
+    return found

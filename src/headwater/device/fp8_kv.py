@@ -24,7 +24,7 @@ _MIN_FLOAT16_BYTE = 112
 
 
 def open_pool(
-    model: LoadedModel, *, num_blocks: int, block_tokens: int, shared: bool = False
+    model: LoadedModel, num_blocks: int, block_tokens: int, *, shared: bool = False
 ) -> KVPool:
     """The pool of a model, in the format of its layout."""
     kind = Fp8KVPool if model.has_fp8_kv else KVPool

@@ -71,16 +71,13 @@ class CudaRunner:
         shared: bool = False,
         masks: MaskWorkers | None = None,
     ) -> None:
-        """Without `masks`, rows with a grammar cannot be run. Peers on this machine may map a
-        `shared` pool."""
+        """Without `masks`, rows with a grammar cannot be run. Peers may map a `shared` pool."""
         if model.device.index is not None:  # events and kernels use this thread's device
             torch.cuda.set_device(model.device)
         self._model = model
         self._max_rows = min(max_num_seqs, max_batched_tokens)
         self._max_tokens = max_batched_tokens
-        self.pool = open_pool(
-            model, num_blocks=num_blocks, block_tokens=block_tokens, shared=shared
-        )
+        self.pool = open_pool(model, num_blocks, block_tokens, shared=shared)
         self.arrivals = Arrivals(model.num_layers)
         """For the copier: rows wait for loads that it reports here."""
         self._chosen = torch.zeros(self._max_rows, dtype=torch.int32, device=model.device)
