@@ -1,23 +1,44 @@
 """The cost that tiers, KV events and block-by-block commits add to a request in the cache.
 
-Each configuration adds to the one before. Its offloads are planned and end at once, as if
-copies took no time: only the decisions are timed, as CPU time of their thread. Keys of prompts
-are computed before, because an engine computes them in other threads.
+Each configuration adds to the one before. The cache is used as an engine uses it: a request asks
+storage for blocks that memory does not have, loads what the lower tiers have, and announces what
+it computes; writes are planned after each commit, within the limits of the scheduler. Copies take
+the time that they take on a measured machine, so a write is finished when a later request
+arrives, and storage accepts no more than a disk does. Only the decisions are timed, as CPU time
+of their thread. Keys of prompts are computed before, because an engine computes them in other
+threads.
 """
 
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from headwater.cache import CacheConfig, JobOutcome, JobStatus, PathKeys, TieredCache, TokenPath
+from headwater.cache import (
+    CacheConfig,
+    FinishedRequest,
+    JobOutcome,
+    JobStatus,
+    Match,
+    OffloadJob,
+    PathKeys,
+    TieredCache,
+    TokenPath,
+    TransferJob,
+)
 from headwater.engine.collector import settle_collector
 from headwater.errors import InvariantError
+from headwater.events import BlocksRemoved, BlocksStored, CacheEvent
+from headwater.replay.links import Delivery, SharedLink
+from headwater.replay.presets import preset
 from headwater.replay.trace import TraceRequest
-from headwater.types import RequestId, Slots, Tokens, WritePolicy
+from headwater.scheduler.config import SchedulerConfig
+from headwater.transfer.mover import link_of
+from headwater.types import BlockKey, RequestId, Slots, Tier, Tokens, WritePolicy
 
-_HOST = {"write_policy": WritePolicy.WRITE_THROUGH}
+_HOST = {"write_policy": WritePolicy.AUTO}
 _STORAGE = _HOST | {"storage": True}
 _EVENTS = _STORAGE | {"record_events": True}
 
@@ -28,135 +49,212 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "events": _EVENTS,
     "block_commits": _EVENTS,
     "session": _EVENTS | {"eviction": "session"},
+    "write_through": _EVENTS | {"write_policy": WritePolicy.WRITE_THROUGH},
 }
-_BY_BLOCK = ("block_commits", "session")
+_BY_BLOCK = ("block_commits", "session", "write_through")
 """Configurations that commit the output block by block."""
 
 _HOST_RATIO = 2
 """Blocks of the host tier over those of the device."""
 
-_MAX_OFFLOAD_BLOCKS = 256
+_SPACING_S = 0.3
+"""Time between two requests: the mean of the conversation trace, whose times are multiples of
+three seconds."""
 
-
-@dataclass(slots=True)
-class _Times:
-    """Nanoseconds so far, by part."""
-
-    request_ns: int = 0
-    offload_ns: int = 0
-    events_ns: int = 0
-    offloaded_blocks: int = 0
-    blocks_by_tier: dict[str, int] = field(default_factory=dict)
+_MACHINE = "h200-8b"
+"""Its measured links say how long copies take."""
 
 
 def measure_parts(
     requests: list[TraceRequest], *, capacity_blocks: int, block: int, repeats: int
 ) -> dict[str, Any]:
-    """Mean microseconds per request, by configuration and part; the fastest of `repeats`
-    replays."""
+    """Mean microseconds and numbers per request, by configuration and part; the fastest of
+    `repeats` replays."""
     result: dict[str, Any] = {}
     for name, settings in CONFIGURATIONS.items():
         rows = [
-            _replay(requests, capacity_blocks, block, settings, by_block=name in _BY_BLOCK)
+            _Replay(capacity_blocks, block, settings, by_block=name in _BY_BLOCK).run(requests)
             for _ in range(repeats)
         ]
-        result[name] = min(rows, key=lambda row: float(row["total_us"]))
+        result[name] = min(rows, key=lambda row: float(row["mean_us"]))
     return result
 
 
-def _replay(
-    requests: list[TraceRequest],
-    capacity_blocks: int,
-    block: int,
-    settings: dict[str, Any],
-    *,
-    by_block: bool,
-) -> dict[str, float]:
-    host_blocks = _HOST_RATIO * capacity_blocks if settings else 0
-    cache = TieredCache(
-        CacheConfig(
-            device_blocks=capacity_blocks,
-            block_tokens=block,
-            host_blocks=host_blocks,
-            **settings,
+class _Replay:
+    """Serves the requests of a trace, one after another."""
+
+    def __init__(
+        self, capacity_blocks: int, block: int, settings: dict[str, Any], *, by_block: bool
+    ) -> None:
+        self._has_host = bool(settings)
+        self._cache = TieredCache(
+            CacheConfig(
+                device_blocks=capacity_blocks,
+                block_tokens=block,
+                host_blocks=_HOST_RATIO * capacity_blocks if settings else 0,
+                **settings,
+            )
         )
-    )
-    settle_collector()
-    times = _Times()
-    for number, request in enumerate(requests):
-        prompt = request.prompt()
-        whole = np.concatenate((prompt, request.output(number)))
-        keys = PathKeys()
-        if cache.config.storage or cache.config.record_events:
-            cache.key_scheme.of_path(TokenPath(prompt, keys=keys), len(prompt) // block)
-        began = time.thread_time_ns()
-        _serve(cache, RequestId(str(number)), prompt, whole, keys, by_block=by_block)
-        served = time.thread_time_ns()
-        if host_blocks:
-            times.offloaded_blocks += _offload(cache)
-        offloaded = time.thread_time_ns()
-        cache.take_events()
-        times.events_ns += time.thread_time_ns() - offloaded
-        times.offload_ns += offloaded - served
-        times.request_ns += served - began
-    cache.check()
-    if host_blocks and not times.offloaded_blocks:
-        raise InvariantError("a configuration with a host tier wrote nothing to it")
-    count = 1e3 * len(requests)
-    parts = {
-        "request_us": times.request_ns / count,
-        "offload_us": times.offload_ns / count,
-        "events_us": times.events_ns / count,
-    }
-    return {
-        "total_us": sum(parts.values()),
-        **parts,
-        "offloaded_blocks": times.offloaded_blocks,
-        "hit_tokens": cache.stats().ledger.found_tokens,
-    }
+        self._by_block = by_block
+        machine = preset(_MACHINE)
+        self._block_bytes = machine.kv_token_bytes * block
+        self._links = {name: SharedLink(cost) for name, cost in machine.links.items()}
+        self._limits = {
+            Tier.HOST: capacity_blocks // 8,
+            Tier.STORAGE: SchedulerConfig(max_model_len=2).max_write_blocks,
+        }
+        """Blocks that may be in flight to each tier."""
+        self._ended: list[TransferJob] = []
+        self._started: list[OffloadJob] = []
+        self._in_storage: set[BlockKey] = set()
+        self._events: list[CacheEvent] = []
+        self._now = 0.0
+        self._counts: Counter[str] = Counter()
 
+    def run(self, requests: list[TraceRequest]) -> dict[str, Any]:
+        """Serve each request. Everything that an engine does in other threads, and all counting,
+        is between the timed parts."""
+        settle_collector()
+        spent_ns = 0
+        for number, request in enumerate(requests):
+            self._now = number * _SPACING_S
+            prompt = request.prompt()
+            whole = np.concatenate((prompt, request.output(number)))
+            path, found = self._prepare(prompt)
+            began = time.thread_time_ns()
+            for job in self._ended:
+                self._finish(job)
+            self._serve(RequestId(str(number)), path, whole, found)
+            self._events = self._cache.take_events()
+            spent_ns += time.thread_time_ns() - began
+            self._account()
+        self._cache.check()
+        if self._has_host and not self._counts["blocks_to_host"]:
+            raise InvariantError("a configuration with a host tier wrote nothing to it")
+        stats = self._cache.stats()
+        self._counts["blocks_evicted_device"] = stats.evicted_device
+        self._counts["blocks_evicted_host"] = stats.evicted_host
+        return {
+            "mean_us": spent_ns / 1e3 / len(requests),
+            "per_request": {n: c / len(requests) for n, c in sorted(self._counts.items())},
+            "hit_tokens": stats.ledger.found_tokens,
+        }
 
-def _serve(
-    cache: TieredCache,
-    owner: RequestId,
-    prompt: Tokens,
-    whole: Tokens,
-    keys: PathKeys,
-    *,
-    by_block: bool,
-) -> None:
-    """One request, from its match to its release; output is committed at once or block by
-    block."""
-    size = cache.block_tokens
-    path = TokenPath(prompt, keys=keys)
-    lease = cache.lease(cache.match(path, (len(prompt) - 1) // size), owner=owner, now=0.0)
-    slots = _taken(cache, -(-len(whole) // size) - lease.num_blocks)
-    lengths = [len(prompt), len(whole)]
-    if by_block:
-        first = (len(prompt) // size + 1) * size
-        lengths = [len(prompt), *range(first, len(whole), size), len(whole)]
-    rest: list[Slots] = []
-    for length in lengths:
-        full = max(length // size - lease.num_blocks, 0)
-        grown = TokenPath(whole[:length], keys=keys)
-        rest.append(cache.commit(lease, grown, slots[:full], now=0.0))
-        slots = slots[full:]
-    cache.release(lease, now=0.0, slots=np.concatenate((slots, *rest)))
+    def _prepare(self, prompt: Tokens) -> tuple[TokenPath, int]:
+        """What other threads do before a request is decided: end copies, compute its keys, and
+        find out how many of its blocks are in storage."""
+        for link in self._links.values():
+            link.deliver(self._now)
+        path = TokenPath(prompt, keys=PathKeys())
+        config = self._cache.config
+        if not config.storage and not config.record_events:
+            return path, 0
+        num_blocks = (len(prompt) - 1) // config.block_tokens
+        keys = self._cache.key_scheme.of_path(path, path.num_blocks(config.block_tokens))
+        missing = (n for n, key in enumerate(keys) if key not in self._in_storage)
+        return path, min(next(missing, num_blocks), num_blocks)
 
+    def _serve(self, owner: RequestId, path: TokenPath, whole: Tokens, found: int) -> None:
+        """One request, from its match to its release."""
+        cache, now, size = self._cache, self._now, self._cache.block_tokens
+        num_prompt, counts = len(path.tokens), self._counts
+        match = cache.match(path, (num_prompt - 1) // size)
+        if self._has_host and match.device_blocks < match.max_blocks:
+            match = self._load(match, found)
+        lease = cache.lease(match, owner=owner, now=now)
+        slots = self._take(-(-num_prompt // size) - lease.num_blocks)
+        cache.announce(lease, path)
+        rest: list[Slots] = []
+        for length in self._commit_lengths(num_prompt, len(whole)):
+            held = -(-length // size) - lease.num_blocks
+            if held > len(slots):
+                slots = np.concatenate((slots, self._take(held - len(slots))))
+            full = length // size - lease.num_blocks
+            if full > 0:
+                counts["commits"] += 1
+                counts["blocks_committed"] += full
+                grown = TokenPath(whole[:length], keys=path.keys)
+                surplus = cache.commit(lease, grown, slots[:full].copy(), now=now)
+                if len(surplus):
+                    rest.append(surplus)
+                slots = slots[full:]
+            if self._has_host:
+                self._write()
+        finished = FinishedRequest(num_prompt, len(whole) - num_prompt)
+        held_slots = np.concatenate((slots, *rest)) if rest else slots
+        cache.release(lease, now=now, slots=held_slots, finished=finished)
+        if self._has_host:
+            self._write()
 
-def _offload(cache: TieredCache) -> int:
-    """Plan the offloads that are due, let each succeed, and return the number of blocks."""
-    count = 0
-    for plan in cache.plan_offloads(
-        limit_blocks=_MAX_OFFLOAD_BLOCKS, limit_stored=_MAX_OFFLOAD_BLOCKS, now=0.0
-    ):
-        count += plan.num_blocks
-        cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.DONE), now=0.0)
-    return count
+    def _commit_lengths(self, num_prompt: int, num_whole: int) -> list[int]:
+        """Lengths of the sequence at which it commits its full blocks."""
+        size = self._cache.block_tokens
+        if not self._by_block:
+            return [num_prompt, num_whole]
+        first = (num_prompt // size + 1) * size
+        return [num_prompt, *range(first, num_whole, size), num_whole]
 
+    def _load(self, match: Match, found: int) -> Match:
+        """Ask storage, which has `found` blocks, and bring what was found to the device."""
+        cache, now = self._cache, self._now
+        path, limit = match.path, match.max_blocks
+        if cache.config.storage and match.num_blocks < limit:
+            self._counts["lookups"] += 1
+            lookup = cache.plan_lookup([(path, limit)])
+            outcome = JobOutcome(job=lookup.job, status=JobStatus.DONE, found=(found,))
+            cache.finish_job(outcome, now=now)
+            match = cache.match(path, limit)
+        while match.host_blocks or match.storage_blocks:
+            job = cache.plan_load(match, limit_blocks=match.num_blocks, now=now)
+            if job is None:
+                break
+            self._counts["load_jobs"] += 1
+            self._counts["blocks_loaded"] += job.num_blocks
+            self._finish(job)
+            match = cache.match(path, limit)
+        return match
 
-def _taken(cache: TieredCache, count: int) -> Slots:
-    slots = cache.take(count, now=0.0)
-    if slots is None:
-        raise InvariantError(f"an idle cache could not give {count} blocks")
-    return slots
+    def _write(self) -> None:
+        """Plan the writes that are due, as the scheduler does in each step."""
+        cache, limits = self._cache, self._limits
+        cache.expect_admissions(0)
+        if not cache.may_offload:
+            return
+        plans = cache.plan_offloads(
+            limit_blocks=limits[Tier.HOST], limit_stored=limits[Tier.STORAGE], now=self._now
+        )
+        for job in plans:
+            limits[job.target] -= job.num_blocks
+        self._started += plans
+
+    def _finish(self, job: TransferJob) -> None:
+        outcome = JobOutcome(job=job.job, status=JobStatus.DONE)
+        self._cache.finish_job(outcome, now=self._now)
+
+    def _account(self) -> None:
+        """Start the planned copies, and count what happened."""
+        for job in self._ended:
+            self._limits[job.target] += job.num_blocks
+            self._in_storage.update(job.keys)
+        self._ended = []
+        for write in self._started:
+            tier = write.target.name.lower()
+            self._counts[f"jobs_to_{tier}"] += 1
+            self._counts[f"blocks_to_{tier}"] += write.num_blocks
+            self._links[link_of(write)].start(
+                write.num_blocks * self._block_bytes, partial(self._arrive, write), now=self._now
+            )
+        self._started = []
+        self._counts["events"] += len(self._events)
+        for event in self._events:
+            if isinstance(event, BlocksStored | BlocksRemoved):
+                self._counts["blocks_in_events"] += len(event.keys)
+
+    def _arrive(self, job: OffloadJob, delivery: Delivery) -> None:
+        self._ended.append(job)
+
+    def _take(self, count: int) -> Slots:
+        slots = self._cache.take(count, now=self._now)
+        if slots is None:
+            raise InvariantError(f"an idle cache could not give {count} blocks")
+        return slots
