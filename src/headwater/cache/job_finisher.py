@@ -153,9 +153,14 @@ class JobFinisher:
             attached += segment.count
         tier_pool = self._tier_pools.get(plan.target)
         if tier_pool is not None:
-            old = SlotState.QUARANTINED if record.timed_out else SlotState.MOVING
-            tier_pool.pool.move(plan.target_slots[:attached], old, SlotState.CACHED)
-            tier_pool.pool.free(plan.target_slots[attached:], old)
+            old, target = SlotState.MOVING, plan.target_slots
+            if record.timed_out:
+                old = SlotState.QUARANTINED
+            if attached < len(target):
+                tier_pool.pool.free(target[attached:], old)
+                target = target[:attached]
+            if attached:
+                tier_pool.pool.move(target, old, SlotState.CACHED)
         return attached
 
     def _end(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:

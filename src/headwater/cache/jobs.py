@@ -3,7 +3,7 @@
 It is the only table. A job that is not in it has ended; its outcome changes nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from headwater.cache.node import Node
@@ -99,7 +99,7 @@ class JobTable:
     def start(self, record: JobRecord) -> None:
         """Add a job to the table."""
         self.by_id[record.plan.job] = record
-        for node in {segment.node for segment in record.segments}:
+        for node in _nodes(record):
             node.jobs = (*node.jobs, record)
 
     def remove(self, record: JobRecord) -> None:
@@ -123,9 +123,18 @@ class JobTable:
         }
 
 
+def _nodes(record: JobRecord) -> Iterable[Node]:
+    """The nodes of a job, each once."""
+    segments = record.segments
+    if len(segments) == 1:  # nearly every write
+        return (segments[0].node,)
+    return {segment.node for segment in segments}
+
+
 def _leave_nodes(record: JobRecord) -> None:
-    for node in {segment.node for segment in record.segments}:
-        node.jobs = tuple(other for other in node.jobs if other is not record)
+    for node in _nodes(record):
+        jobs = node.jobs
+        node.jobs = () if len(jobs) == 1 else tuple(job for job in jobs if job is not record)
 
 
 def leading(record: JobRecord, num_blocks: int) -> Iterator[tuple[Segment, int]]:
@@ -133,11 +142,13 @@ def leading(record: JobRecord, num_blocks: int) -> Iterator[tuple[Segment, int]]
     each with the number of the job's blocks before it."""
     at = 0
     for segment in record.segments:
-        count = min(segment.count, num_blocks - at)
-        if count <= 0:
+        left = num_blocks - at
+        if left <= 0:
             return
-        yield Segment(segment.node, segment.start, count), at
-        at += count
+        if segment.count > left:
+            segment = Segment(segment.node, segment.start, left)
+        yield segment, at
+        at += segment.count
 
 
 def loading_job(node: Node) -> LoadJob | None:

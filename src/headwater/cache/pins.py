@@ -89,7 +89,9 @@ class Pins:
         """
         unpinned = self._decrement(node)
         # Storage may have lost the end of the path meanwhile, or a reset removed all of it.
-        self._free_slots([at for at in unpinned if at.gone])
+        gone = [at for at in unpinned if at.gone]
+        if gone:
+            self._free_slots(gone)
         resident = [at for at in unpinned if len(at.device)]
         for at in resident:
             if not (cold and at.used <= node.used):

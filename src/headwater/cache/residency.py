@@ -70,15 +70,20 @@ class Residency:
 
     def touch_host(self, node: Node | None, *, now: float) -> None:
         """Make the path that ends with `node` the most recently used of the host tier."""
+        host = self._host
+        order, duplicates = host.order, host.duplicates
         at = node
         while at is not None:
-            if len(at.host) and not at.jobs and not at.gone:
-                is_duplicate = at in self._host.duplicates
-                if at in self._host.order:
-                    self._host.discard(at)
-                self._host.add(at, now)
-                if is_duplicate:
-                    self._host.mark_duplicate(at)
+            count = len(at.host)
+            if count and not at.jobs and not at.gone:
+                if at in order:
+                    order.discard(at)
+                else:
+                    host.evictable += count
+                order.add(at, now)
+                if at in duplicates:
+                    del duplicates[at]
+                    host.mark_duplicate(at)
             at = at.parent
 
     def _attach_device(self, node: Node, parent: Node, start: int, slots: Slots) -> bool:

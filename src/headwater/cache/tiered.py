@@ -271,16 +271,18 @@ class TieredCache(CacheParts):
         storage gets what the host leaves of `limit_blocks`.
         """
         _require_limit(limit_blocks)
-        plans = self._planner.plan_host_writes(limit_blocks, owner, now=now)
-        limit_blocks -= sum(plan.num_blocks for plan in plans)
-        stored = self._planner.plan_storage_writes(
-            limit_blocks if limit_stored is None else limit_stored, owner
-        )
+        planner = self._planner
+        plans = planner.plan_host_writes(limit_blocks, owner, now=now)
+        for plan in plans:
+            limit_blocks -= plan.num_blocks
+        to_store = limit_blocks if limit_stored is None else limit_stored
+        stored = planner.plan_storage_writes(to_store, owner)
         if limit_stored is None:
-            limit_blocks -= sum(plan.num_blocks for plan in stored)
+            for plan in stored:
+                limit_blocks -= plan.num_blocks
         # Storage may have asked for blocks that have to be written to the host first. Planned
         # now, so that a second call without a change plans nothing.
-        return plans + stored + self._planner.plan_host_writes(limit_blocks, owner, now=now)
+        return plans + stored + planner.plan_host_writes(limit_blocks, owner, now=now)
 
     def plan_lookup(
         self, questions: Iterable[tuple[TokenPath, int]], *, owner: JobOwner | None = None

@@ -92,8 +92,9 @@ class EvictionWindow:
         """Whether every evictable device block may be evicted soon: it is inside the window, or
         the next bursts of admissions take it."""
         device = self._device
-        soon = max(self.num_blocks, min(_BURSTS * self._burst, self._most))
-        return device.pool.num_free + device.evictable < soon
+        left = device.pool.num_free + device.evictable
+        # The same as max(num_blocks, min(bursts, most)); read several times per request.
+        return left < self.num_blocks or (left < self._most and left < _BURSTS * self._burst)
 
     @property
     def is_due(self) -> bool:
@@ -102,13 +103,16 @@ class EvictionWindow:
             return False
         if self.has_everything:
             return self._searched_state != self._state
-        if self._device.pool.num_free >= self.num_blocks:
+        device = self._device
+        num_free = device.pool.num_free
+        if num_free >= self.num_blocks:
             return False
-        used = self._used
-        if self._searched_at is None:
+        used, before = device.evicted - num_free, self._searched_at
+        if before is None:
             return True
-        self._searched_at = min(self._searched_at, used)
-        return used - self._searched_at >= max(self.num_blocks // _LOOKS, 1)
+        if used < before:
+            self._searched_at = before = used
+        return used - before >= (self.num_blocks // _LOOKS or 1)
 
     def nodes(self) -> Iterator[Node]:
         """Nodes inside the window, first victim first."""
@@ -173,6 +177,11 @@ class WriteQueue:
         """Whether there may be something to write. O(1); called once per step."""
         self.window.measure_step()
         return bool(self._to_host) or self._to_storage.may_have_any or self.window.is_due
+
+    @property
+    def may_have_host_writes(self) -> bool:
+        """Whether `host_candidates` may have a node. O(1)."""
+        return bool(self._to_host) or self.window.is_due
 
     def add(self, node: Node) -> None:
         """Queue the device blocks of `node` that the host does not have."""
