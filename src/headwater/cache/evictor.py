@@ -165,26 +165,28 @@ class Evictor:
         """
         evicted: list[Node] = []
         leaves: list[Node] = []
-        duplicates = self._host.duplicates
+        duplicates, events = self._host.duplicates, self._events
         for node in victims:
             if node.device_children:
                 continue
             slots = node.device
-            count = len(slots)
-            if len(node.host):
+            count, on_host = len(slots), len(node.host)
+            left = count - need if count > need else 0
+            if on_host:
                 duplicates.pop(node, None)
-                left = max(count - need, 0)
-                self._tree.num_both -= max(node.num_both - left, 0)
-            if self._events is not None:
-                self._events.removed(node, Tier.DEVICE, max(count - need, 0), count)
-            if count > need:
-                moved.append(slots[count - need :])
-                node.device = slots[: count - need]
+                self._tree.num_both -= max(min(count, on_host) - left, 0)
+            if events is not None:
+                events.removed(node, Tier.DEVICE, left, count)
+            if left:
+                moved.append(slots[left:])
+                node.device = slots[:left]
                 need = 0
-                if node.num_stored or node.children or len(node.host):
+                if on_host == node.num_blocks:
+                    pass  # the host still has all of it: nothing else changes
+                elif on_host or node.num_stored or node.children:
                     self._shrink(node, MissReason.EVICTED_DEVICE)
                 else:
-                    self._shorten(node, len(node.device), MissReason.EVICTED_DEVICE)
+                    self._shorten(node, left, MissReason.EVICTED_DEVICE)
                 break
             moved.append(slots)
             node.device = EMPTY
@@ -192,7 +194,9 @@ class Evictor:
             # The child leaves first; only then can its parent be a leaf.
             parent: Node = node.parent  # type: ignore[assignment]  # a root has no slots
             parent.device_children -= 1
-            if node.num_stored or node.children or len(node.host):
+            if on_host == node.num_blocks:
+                pass
+            elif on_host or node.num_stored or node.children:
                 self._shrink(node, MissReason.EVICTED_DEVICE)
             elif parent.children.pop(node.first, None) is node:
                 node.gone = True

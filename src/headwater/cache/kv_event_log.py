@@ -18,31 +18,37 @@ class KVEventLog:
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         self._events: list[CacheEvent] = []
+        self._last: BlocksRemoved | None = None
+        """The last event, if blocks were removed by it."""
 
     def stored(self, node: Node, tier: Tier, start: int, end: int) -> None:
         """Blocks [start, end) of `node` are in `tier` from now on."""
         if start < end:
             self._events.append(self._stored(node, tier, start, end))
+            self._last = None
 
     def removed(self, node: Node, tier: Tier, start: int, end: int) -> None:
         """Blocks [start, end) of `node` have left `tier`. Their keys are known, because they were
         computed when the blocks were recorded as stored."""
         if start >= end:
             return
-        keys = self._tree.keys(node)[start:end]
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksRemoved) and last.tier is tier:
-            last.keys.extend(keys)  # one event per eviction; this one was not taken yet
+        keys = node.keys
+        if keys is None or len(keys) < end:
+            keys = self._tree.keys(node)
+        last = self._last
+        if last is not None and last.tier is tier:
+            last.keys.extend(keys[start:end])  # one event per eviction; this one was not taken yet
         else:
-            self._events.append(BlocksRemoved(tier=tier, keys=keys))
+            self._last = BlocksRemoved(tier=tier, keys=keys[start:end])
+            self._events.append(self._last)
 
     def cleared(self) -> None:
         """Nothing is cached any more. Events that were not taken yet are dropped."""
-        self._events = [BlocksCleared()]
+        self._events, self._last = [BlocksCleared()], None
 
     def take(self) -> list[CacheEvent]:
         """The events since the last call, in order."""
-        taken, self._events = self._events, []
+        taken, self._events, self._last = self._events, [], None
         return taken
 
     def snapshot(self) -> Iterator[BlocksStored]:
@@ -55,7 +61,9 @@ class KVEventLog:
 
     def _stored(self, node: Node, tier: Tier, start: int, end: int) -> BlocksStored:
         namespace, stride = namespace_of(node), self._tree.stride
-        keys, parent = self._tree.keys(node), None
+        keys, parent = node.keys, None
+        if keys is None or len(keys) < end:
+            keys = self._tree.keys(node)
         if start:
             parent = keys[start - 1]
         elif node.start:

@@ -49,7 +49,7 @@ class Publisher:
             first = self._tree.first(path, block)
             child = node.children.get(first)
             if child is None:
-                node = self._append(node, first, path, slots[at:])
+                node = self._append(node, first, path, slots[at:] if at else slots)
                 break
             node, known, common = self._join(child, path, block, slots[at:], now)
             surplus.append(slots[at : at + known])

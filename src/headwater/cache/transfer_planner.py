@@ -64,7 +64,7 @@ class TransferPlanner:
     ) -> list[OffloadJob]:
         """Plan up to `limit` blocks of the queued writes to the host."""
         plans: list[OffloadJob] = []
-        if limit <= 0 or not self._writes.may_have_host_writes:
+        if limit <= 0:
             return plans
         for node, may_evict, is_next_victim in self._writes.host_candidates():
             if limit <= 0:

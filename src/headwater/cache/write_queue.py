@@ -114,16 +114,18 @@ class EvictionWindow:
             self._searched_at = before = used
         return used - before >= (self.num_blocks // _LOOKS or 1)
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> list[Node]:
         """Nodes inside the window, first victim first."""
         # Free slots are used before any victim, so they count towards the distance.
         distance = self._device.pool.num_free
         end = inf if self.has_everything else self.num_blocks
+        nodes: list[Node] = []
         for node in self._device.order.victims():
             if distance >= end:
-                return
+                break
             distance += len(node.device)
-            yield node
+            nodes.append(node)
+        return nodes
 
     def finish_search(self) -> None:
         """All nodes of the window are written or being written."""
@@ -182,6 +184,11 @@ class WriteQueue:
     def may_have_host_writes(self) -> bool:
         """Whether `host_candidates` may have a node. O(1)."""
         return bool(self._to_host) or self.window.is_due
+
+    @property
+    def may_have_storage_writes(self) -> bool:
+        """Whether `next_to_store` may have a node. O(1)."""
+        return self._to_storage.may_have_any
 
     def add(self, node: Node) -> None:
         """Queue the device blocks of `node` that the host does not have."""
@@ -311,18 +318,21 @@ class WriteQueue:
 
     def _unwritten_victims(self) -> list[Node]:
         """Unwritten nodes among the next victims of the device tier."""
-        due: list[Node] = []
-        duplicates, before = self._host.duplicates, self._inside
-        self._inside = dict.fromkeys(self.window.nodes())
+        nodes = self.window.nodes()
+        before, inside = self._inside, dict.fromkeys(nodes)
+        self._inside = inside
         for node in before:
-            if node not in self._inside and not node.gone:
-                self._host.mark_duplicate(
-                    node
-                )  # it was used again, or others are evicted first
-        for node in self._inside:
-            duplicates.pop(node, None)  # its host copy will soon be the only one
-            if len(node.host) >= len(node.device) or node.suspended_at == node.used:
-                continue
-            if not node.jobs:
-                due.append(node)
-        return due
+            # If it is not inside any more, it was used again, or others are evicted first.
+            if node not in inside and not node.gone:
+                self._host.mark_duplicate(node)
+        duplicates = self._host.duplicates
+        if duplicates:
+            for node in nodes:
+                duplicates.pop(node, None)  # its host copy will soon be the only one
+        return [
+            node
+            for node in nodes
+            if not node.jobs
+            and node.suspended_at != node.used
+            and len(node.host) < len(node.device)
+        ]

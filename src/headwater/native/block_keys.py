@@ -50,9 +50,7 @@ def _in_python(
     keys: list[bytes] = []
     key = parent
     for at in range(0, count * stride, stride):
-        digest = hashlib.sha256(key)
-        digest.update(tokens[at : at + stride])
-        key = digest.digest()
+        key = hashlib.sha256(b"".join((key, tokens[at : at + stride]))).digest()
         keys.append(key)
     return keys
 
