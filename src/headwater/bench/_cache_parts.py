@@ -242,7 +242,9 @@ class _Replay:
             self._counts[f"jobs_to_{tier}"] += 1
             self._counts[f"blocks_to_{tier}"] += write.num_blocks
             self._links[link_of(write)].start(
-                write.num_blocks * self._block_bytes, partial(self._arrive, write), now=self._now
+                write.num_blocks * self._block_bytes,
+                partial(self._arrive, write),
+                now=self._now,
             )
         self._started = []
         self._counts["events"] += len(self._events)

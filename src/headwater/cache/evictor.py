@@ -181,12 +181,8 @@ class Evictor:
                 moved.append(slots[left:])
                 node.device = slots[:left]
                 need = 0
-                if on_host == node.num_blocks:
-                    pass  # the host still has all of it: nothing else changes
-                elif on_host or node.num_stored or node.children:
+                if on_host < node.num_blocks:
                     self._shrink(node, MissReason.EVICTED_DEVICE)
-                else:
-                    self._shorten(node, left, MissReason.EVICTED_DEVICE)
                 break
             moved.append(slots)
             node.device = EMPTY
@@ -194,10 +190,9 @@ class Evictor:
             # The child leaves first; only then can its parent be a leaf.
             parent: Node = node.parent  # type: ignore[assignment]  # a root has no slots
             parent.device_children -= 1
-            if on_host == node.num_blocks:
-                pass
-            elif on_host or node.num_stored or node.children:
-                self._shrink(node, MissReason.EVICTED_DEVICE)
+            if on_host or node.num_stored or node.children:
+                if on_host < node.num_blocks:
+                    self._shrink(node, MissReason.EVICTED_DEVICE)
             elif parent.children.pop(node.first, None) is node:
                 node.gone = True
                 leaves.append(node)
@@ -270,15 +265,11 @@ class Evictor:
                 return
             self._drop_children(node)
         if left:
-            self._shorten(node, left, reason)
+            self.lost += node.num_blocks - left
+            self._tree.shorten(node, left, reason)
         else:
             self.lost += self._ghosts.add([node], reason)
             self._tree.remove(node)
-
-    def _shorten(self, node: Node, left: int, reason: MissReason) -> None:
-        """Keep only the first `left` blocks of `node`, which has no children."""
-        self.lost += node.num_blocks - left
-        self._tree.shorten(node, left, reason)
 
     def _strip_host_below(self, node: Node) -> None:
         """Remove everything below `node` from the host, because `node` is not there any more.

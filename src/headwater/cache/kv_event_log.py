@@ -37,7 +37,9 @@ class KVEventLog:
             keys = self._tree.keys(node)
         last = self._last
         if last is not None and last.tier is tier:
-            last.keys.extend(keys[start:end])  # one event per eviction; this one was not taken yet
+            last.keys.extend(
+                keys[start:end]
+            )  # one event per eviction; this one was not taken yet
         else:
             self._last = BlocksRemoved(tier=tier, keys=keys[start:end])
             self._events.append(self._last)

@@ -164,7 +164,7 @@ class Matcher:
         path = match.path
         nodes = match.nodes
         node = nodes[-1] if nodes else self._tree.roots.get(path.namespace)
-        if node is None or node.end != found:
+        if node is None or node.start + node.num_blocks != found:
             return
         first = self._tree.first(path, found)
         if self._in_flight.by_place:

@@ -84,8 +84,8 @@ class Publisher:
 
     def _make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
         """Create a node after `parent` that has no blocks in any tier yet."""
-        uid = self._ghosts.revive(parent, parent.end, first)
-        return self._tree.add_child(parent, first, path, count, uid or self._tree.new_uid())
+        uid = self._ghosts.revive(parent, parent.start + parent.num_blocks, first)
+        return self._tree.add_child(parent, first, path, count, uid)
 
     def _append(self, parent: Node, first: bytes, path: TokenPath, slots: Slots) -> Node:
         """Add blocks that are not in the tree after `parent`, which this lease pins."""

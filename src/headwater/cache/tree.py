@@ -113,17 +113,23 @@ class PrefixTree(NodeKeys):
         return count
 
     def add_child(
-        self, parent: Node, first: bytes, path: TokenPath, count: int, uid: int
+        self, parent: Node, first: bytes, path: TokenPath, count: int, uid: int | None = None
     ) -> Node:
-        """Create a child of `parent` for the next `count` blocks of `path`, found by `first`."""
-        block = parent.end
-        node = Node(parent, first, block, uid)
+        """Create a child of `parent` for the next `count` blocks of `path`, found by `first`.
+
+        `uid` is that of a node which was at the same place before.
+        """
+        block = parent.start + parent.num_blocks
+        node = Node(parent, first, block, uid or self.new_uid())
         node.num_blocks = count
-        alone = count == 1 and path.media is None
-        node.tokens = first if alone else self._bytes(path, block, count)
-        node.keys = self.known_keys(path, block, count)
         if path.media is not None:
             node.media = shifted_media(path.media, block, count)
+        if count == 1 and path.media is None:
+            node.tokens = first
+        else:
+            node.tokens = self._bytes(path, block, count)
+        if path.keys is not None:
+            node.keys = self.known_keys(path, block, count)
         parent.children[first] = node
         self.num_nodes += 1
         self.version += 1
@@ -149,9 +155,10 @@ class PrefixTree(NodeKeys):
             added = shifted_media(path.media or {}, node.end, count) or {}
             kept = shifted_media(node.media or {}, 0, node.num_blocks) or {}
             node.media = {**kept, **{i + node.num_blocks: m for i, m in added.items()}} or None
-        if node.keys and len(node.keys) == node.num_blocks:
-            node.keys += self.known_keys(path, node.end, count) or []
-        node.tokens = tokens + self._bytes(path, node.end, count)
+        end = node.start + node.num_blocks
+        if node.keys and path.keys is not None and len(node.keys) == node.num_blocks:
+            node.keys += self.known_keys(path, end, count) or []
+        node.tokens = tokens + self._bytes(path, end, count)
         node.num_blocks += count
         node.lost = None
         self.version += 1
