@@ -271,24 +271,7 @@ class TieredCache(CacheParts):
         storage gets what the host leaves of `limit_blocks`.
         """
         _require_limit(limit_blocks)
-        planner, writes = self._planner, self._writes
-        plans: list[OffloadJob] = []
-        if writes.may_have_host_writes:
-            plans = planner.plan_host_writes(limit_blocks, owner, now=now)
-            for plan in plans:
-                limit_blocks -= plan.num_blocks
-        to_store = limit_blocks if limit_stored is None else limit_stored
-        if to_store > 0 and writes.may_have_storage_writes:
-            stored = planner.plan_storage_writes(to_store, owner)
-            plans += stored
-            if limit_stored is None:
-                for plan in stored:
-                    limit_blocks -= plan.num_blocks
-            # Storage may have asked for blocks that have to be written to the host first.
-            # Planned now, so that a second call without a change plans nothing.
-            if writes.may_have_host_writes:
-                plans += planner.plan_host_writes(limit_blocks, owner, now=now)
-        return plans
+        return self._planner.plan_offloads(limit_blocks, limit_stored, owner, now=now)
 
     def plan_lookup(
         self, questions: Iterable[tuple[TokenPath, int]], *, owner: JobOwner | None = None

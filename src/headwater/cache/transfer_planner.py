@@ -59,7 +59,34 @@ class TransferPlanner:
         segments = _segments(nodes, start + match.host_blocks, count)
         return self._load_from_storage(segments, owner, now=now)
 
-    def plan_host_writes(
+    def plan_offloads(
+        self,
+        limit: int,
+        limit_stored: int | None,
+        owner: JobOwner | None,
+        *,
+        now: float,
+    ) -> list[OffloadJob]:
+        """Plan the queued writes; without `limit_stored`, storage gets what the host leaves of
+        `limit`."""
+        writes = self._writes
+        plans: list[OffloadJob] = []
+        if writes.may_have_host_writes:
+            plans = self._plan_host_writes(limit, owner, now=now)
+            limit -= sum(plan.num_blocks for plan in plans)
+        to_store = limit if limit_stored is None else limit_stored
+        if to_store > 0 and writes.may_have_storage_writes:
+            stored = self._plan_storage_writes(to_store, owner)
+            plans += stored
+            if limit_stored is None:
+                limit -= sum(plan.num_blocks for plan in stored)
+            # Storage may have asked for blocks that have to be written to the host first.
+            # Planned now, so that a second call without a change plans nothing.
+            if writes.may_have_host_writes:
+                plans += self._plan_host_writes(limit, owner, now=now)
+        return plans
+
+    def _plan_host_writes(
         self, limit: int, owner: JobOwner | None, *, now: float
     ) -> list[OffloadJob]:
         """Plan up to `limit` blocks of the queued writes to the host."""
@@ -94,7 +121,7 @@ class TransferPlanner:
             limit -= plan.num_blocks
         return plans
 
-    def plan_storage_writes(self, limit: int, owner: JobOwner | None) -> list[OffloadJob]:
+    def _plan_storage_writes(self, limit: int, owner: JobOwner | None) -> list[OffloadJob]:
         """Plan up to `limit` blocks of the queued writes to storage."""
         plans: list[OffloadJob] = []
         while limit > 0 and (node := self._writes.next_to_store()) is not None:
