@@ -44,6 +44,7 @@ class Driver:
         depth: int = 1,
         contiguous_bytes: int | None = 1 << 26,
         seed: int = 0,
+        max_num_seqs: int = 8,
         runner_class: Any = None,
     ) -> None:
         """A `runner_class` other than `TorchRunner` knows neither depth nor buffers."""
@@ -54,7 +55,7 @@ class Driver:
             model,
             num_blocks=num_blocks,
             block_tokens=block_tokens,
-            max_num_seqs=8,
+            max_num_seqs=max_num_seqs,
             max_batched_tokens=256,
             **own,
         )

@@ -81,6 +81,33 @@ def test_chunks_prefixes_and_neighbours_change_nothing(
     assert_same_tokens(late.output, *llama_reference.generate(prompt(50, seed=50), COUNT))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_short_chunks_run_as_decode_rows_and_change_nothing(
+    name: str, family: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached = uncached and chunked = whole when every token of a chunk is a row of a graph:
+    alone, beside decodes, unfinished, and with the next step carried from it."""
+    reference, model = Reference(family(name)), load(family(name), device="cuda")
+    driver = make_driver(model, block_tokens=16, num_blocks=512, max_num_seqs=128)
+    monkeypatch.setattr(driver.runner, "_run_packed", None)
+    old = driver.add(prompt(70), name="old")
+    driver.step((old, 70))
+    again = driver.add(prompt(70), name="again", shared=old.slots[:3])
+    late = driver.add(prompt(50, seed=50), name="late")
+
+    driver.step((old, 1), (late, 30))
+    driver.submit((old, 1), (again, 22), (late, 20))
+    driver.submit((late, 1), (old, 1), (again, 1))
+    driver.collect()
+    driver.collect()
+    driver.finish(late, old, again, count=COUNT)
+
+    truth = reference.generate(prompt(70), COUNT)
+    assert_same_tokens(old.output, *truth)
+    assert_same_tokens(again.output, *truth)
+    assert_same_tokens(late.output, *reference.generate(prompt(50, seed=50), COUNT))
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_two_steps_in_flight_equal_one(on_gpu: LoadedModel, num_rows: int) -> None:
     """The next input is carried on the device from the previous step, with rows in another

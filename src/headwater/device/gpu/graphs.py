@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import FusedDecoder, TokenSlots
-from headwater.device.gpu.inputs import Layout, arrived, partials
+from headwater.device.gpu.inputs import DecodeRows, arrived, partials
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import num_entries, split_contexts
 from headwater.device.kernels.greedy import choose_greedy
@@ -106,13 +106,17 @@ class DecodeGraphs:
         """The size of the graph for this many rows."""
         return next(size for size in self.sizes if size >= num_rows)
 
-    def run(self, layout: Layout, carry: IntArray) -> Tensor:
+    @property
+    def max_rows(self) -> int:
+        return self.sizes[-1]
+
+    def run(self, rows: DecodeRows) -> Tensor:
         """Compute a step. Returns its logits, one row each, valid until the next step. `chosen`
         gets the greedy tokens."""
-        num_rows = layout.batch.num_rows
+        num_rows = len(rows.tokens)
         size = self.size_for(num_rows)
         self.warm([size])
-        self._fill(layout, carry, size)
+        self._fill(rows, size)
         self._graphs[size].replay()
         return self.logits[:num_rows]
 
@@ -120,19 +124,19 @@ class DecodeGraphs:
         self._sections[name] = _Section(self._header, size)
         self._header += -(-size // _ALIGN) * _ALIGN
 
-    def _fill(self, layout: Layout, carry: IntArray, size: int) -> None:
-        batch, num_rows = layout.batch, layout.batch.num_rows
-        used = self._header + len(layout.tables)
+    def _fill(self, rows: DecodeRows, size: int) -> None:
+        num_rows = len(rows.tokens)
+        used = self._header + len(rows.tables)
         pinned, view = self._staging.take(used)
-        pieces = split_contexts(layout.contexts, size, self._pool.kv_heads)
+        pieces = split_contexts(rows.contexts, size, self._pool.kv_heads)
         absent = {"carry": -1, "slots": -1}
         given: dict[str, Ints | IntArray] = {
-            "tokens": batch.tokens,
-            "carry": carry,
-            "positions": batch.positions,
-            "slots": layout.slots,
-            "contexts": batch.context_lens,
-            "table_start": layout.table_start,
+            "tokens": rows.tokens,
+            "carry": rows.carry,
+            "positions": rows.positions,
+            "slots": rows.slots,
+            "contexts": rows.contexts,
+            "table_start": rows.table_start,
         }
         for name, values in given.items():
             start = self._sections[name].start
@@ -144,7 +148,7 @@ class DecodeGraphs:
         ):
             start = self._sections[name].start
             view[start : start + len(values)] = values
-        view[self._header : used] = layout.tables
+        view[self._header : used] = rows.tables
         copy_ints(pinned[:used], self._inputs)
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:

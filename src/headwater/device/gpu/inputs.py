@@ -4,6 +4,7 @@ numpy does the arithmetic, over whole arrays; nothing here loops over tokens.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from headwater.device.kernels.prefill import has_hopper_kernel
 from headwater.device.kernels.tiles import ChunkWork, tile_queries
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray, ScheduledBatch
+from headwater.types import Tokens
 
 _CONVERTED_BYTES = 512 << 20
 """Most memory for one layer of 8-bit KV that is converted for the Hopper kernel."""
@@ -41,8 +43,11 @@ class Layout:
         row_of = np.arange(batch.num_rows)
         if not self.is_decode:
             row_of = np.repeat(row_of, self.counts)
+        self._token_table_start: Ints = self.table_start[row_of]
+        """Per token: where the table of its row begins."""
+
         self.slots: Ints = self.tables[
-            self.table_start[row_of] + batch.positions // block_tokens
+            self._token_table_start + batch.positions // block_tokens
         ]
 
     @property
@@ -50,6 +55,50 @@ class Layout:
         """Leading rows of one token."""
         longer = self.counts > 1
         return int(longer.argmax()) if longer.any() else len(self.counts)
+
+    @property
+    def num_chunk_keys(self) -> int:
+        """Keys that the chunks would read if each of their tokens were a row of its own."""
+        longer = self.counts > 1
+        return int((self.counts[longer] * self.contexts[longer]).sum())
+
+    def last_tokens(self) -> IntArray:
+        """Per sampled row: index of its last token."""
+        return self.batch.query_start[1:][self.batch.sampled] - 1
+
+    def decode_rows(self, carry: IntArray) -> "DecodeRows":
+        """The step with each token as a decode row of its own. `carry` is per row of the batch.
+
+        All layers store K and V of every row before they attend, and a row attends up to its
+        own position. So the tokens of a chunk see each other as in a chunk.
+        """
+        batch = self.batch
+        token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
+        token_carry[batch.query_start[:-1]] = carry
+        return DecodeRows(
+            tokens=batch.tokens,
+            carry=token_carry,
+            positions=batch.positions,
+            slots=self.slots,
+            contexts=batch.positions.astype(np.int64) + 1,
+            table_start=self._token_table_start,
+            tables=self.tables,
+        )
+
+
+class DecodeRows(NamedTuple):
+    """Rows of one token. All but `tables` have one entry per row."""
+
+    tokens: Tokens
+    carry: IntArray
+    """Index among the chosen tokens, or -1 if the token is known."""
+
+    positions: IntArray
+    slots: Ints
+    contexts: Ints
+    table_start: Ints
+    tables: Ints
+    """The tables of blocks, one after the other. Rows may share one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -86,7 +135,7 @@ def pack(
     )  # fmt: skip
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
-    last = batch.query_start[1:][batch.sampled] - 1
+    last = layout.last_tokens()
     sampled = split_contexts(layout.contexts[batch.sampled], max(len(last), 1), pool.kv_heads)
     sent = staging.send(
         [

@@ -54,6 +54,8 @@ _SUFFIXES = (2, 16, 33, 64, 100, 512, 2048)
 _PREFIXES = (64, 700, 4096, 32_000)
 _DECODES = (1, 2, 5, 16, 33, 100, 250)
 _CHUNKS = (2, 64, 300, 1024)
+_LONG_SUFFIXES = ((2, 40_000), (64, 4096))
+"""Short chunks, with the tokens before them, that are too long to run as decode rows."""
 
 
 class WarmLimits(NamedTuple):
@@ -96,6 +98,8 @@ def _shapes() -> Iterator[tuple[list[_Row], Sequence[SamplingParams], bool]]:
         for length in _CHUNKS:
             yield [*decodes, _Row(length)], [_GREEDY], True
             yield [*decodes, _Row(length, 700)], [_GREEDY], False
+        for length, cached in _LONG_SUFFIXES:
+            yield [*decodes, _Row(length, cached)], [_GREEDY], True
         yield [*decodes, _Row(100), _Row(200, 64), _Row(300, 1000)], [_GREEDY], True
     yield [_Row(length) for length in (10, 100, 1000)], [_GREEDY], True
     for params in SAMPLED:
