@@ -1,4 +1,5 @@
-"""Decode steps as captured graphs, one for each batch-size bucket.
+"""Decode steps as captured graphs, one for each batch-size bucket. Steps with short chunks of
+prompts run in them too, each token as a row.
 
 A step with fewer rows runs in the next larger graph; the unused rows attend to nothing and
 store nothing. Inputs have fixed addresses on the device, which one kernel fills in each step.
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import FusedDecoder, TokenSlots
-from headwater.device.gpu.inputs import DecodeRows, arrived, partials
+from headwater.device.gpu.inputs import DecodeRows, Layout, arrived, partials
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import num_entries, split_contexts
 from headwater.device.kernels.greedy import choose_greedy
@@ -28,6 +29,14 @@ _ALIGN = 16
 _LT_ROWS = range(17, 65)
 """Numbers of rows for which cuBLASLt is faster than cuBLAS: 3 % of a step of 32 rows on an
 H200."""
+
+_MAX_CHUNK_ROWS = 256
+"""Most tokens of chunks that run as decode rows. Up to about here a product is bound by reading
+the weights."""
+
+_MAX_CHUNK_KEYS = 1 << 16
+"""Most keys that such rows may read: as many as a tenth of the step of a model with 8 billion
+weights takes. A chunk would read each key once."""
 
 
 def batch_size_buckets(max_rows: int) -> list[int]:
@@ -106,9 +115,23 @@ class DecodeGraphs:
         """The size of the graph for this many rows."""
         return next(size for size in self.sizes if size >= num_rows)
 
-    @property
-    def max_rows(self) -> int:
-        return self.sizes[-1]
+    def takes(self, layout: Layout) -> bool:
+        """Whether the step only decodes, or has chunks so short that their tokens are decode
+        rows: launching the kernels of a chunk one by one takes longer than the device needs."""
+        batch = layout.batch
+        if batch.awaits or batch.scored:
+            return False
+        if layout.is_decode:
+            return True
+        # Tokens of one block that are stored at the same time would change its scales.
+        has_scales = bool(self._pool.layout.scale_bytes)
+        num_chunk_tokens = len(batch.tokens) - layout.num_decodes
+        return (
+            not has_scales
+            and num_chunk_tokens <= _MAX_CHUNK_ROWS
+            and len(batch.tokens) <= self.sizes[-1]
+            and layout.num_chunk_keys <= _MAX_CHUNK_KEYS
+        )
 
     def run(self, rows: DecodeRows) -> Tensor:
         """Compute a step. Returns its logits, one row each, valid until the next step. `chosen`

@@ -49,14 +49,6 @@ _RING = 3
 """Number of steps with separate pinned memory: one more than may be in flight."""
 
 
-_MAX_CHUNK_ROWS = 256
-"""Most tokens of chunks that run as decode rows. Up to about here a product is bound by reading
-the weights."""
-
-_MAX_CHUNK_KEYS = 1 << 16
-"""Most keys that such rows may read: as many as a tenth of the step of a model with 8 billion
-weights takes. A chunk would read each key once."""
-
 _MASK_GRACE_S = 0.005
 """Longest wait for masks: about the time of a decode step."""
 
@@ -228,7 +220,7 @@ class CudaRunner:
         carry = self._carry(batch)
         if self._suffixes is not None and self._suffixes.takes(layout):
             return self._suffixes.run(layout), batch.sampled.astype(np.int32), None
-        if self.graphs is not None and self._fits_decode_graphs(layout, self.graphs):
+        if self.graphs is not None and self.graphs.takes(layout):
             logits = self.graphs.run(layout.decode_rows(carry))
             return logits, layout.last_tokens().astype(np.int32), None
         logits, scores = self._run_packed(layout, carry)
@@ -236,24 +228,6 @@ class CudaRunner:
         if len(places):
             choose_greedy(logits, self._chosen)
         return logits, places, scores
-
-    def _fits_decode_graphs(self, layout: Layout, graphs: DecodeGraphs) -> bool:
-        """Whether the step only decodes, or has chunks so short that their tokens are decode
-        rows: launching the kernels of a chunk one by one takes longer than the device needs."""
-        batch = layout.batch
-        if batch.awaits or batch.scored:
-            return False
-        if layout.is_decode:
-            return True
-        # Tokens of one block that are stored at the same time would change its scales.
-        has_scales = bool(self.pool.layout.scale_bytes)
-        num_chunk_tokens = len(batch.tokens) - layout.num_decodes
-        return (
-            not has_scales
-            and num_chunk_tokens <= _MAX_CHUNK_ROWS
-            and len(batch.tokens) <= graphs.max_rows
-            and layout.num_chunk_keys <= _MAX_CHUNK_KEYS
-        )
 
     def share_chosen(self, places: IntArray) -> None:
         """Send the tokens of rank 0 to every rank, because the next step may carry them."""
