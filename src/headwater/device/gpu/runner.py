@@ -346,8 +346,7 @@ class CudaRunner:
 
     def _finish_submit(self, submitted: SubmittedStep) -> None:
         """Queue the copy of the sampled tokens to the host, and record the step."""
-        num_chosen = int(submitted.places.max(initial=0)) + 1
-        copy_ints(self._chosen[:num_chosen], submitted.host)
+        copy_ints(self._chosen[: int(submitted.places.max(initial=0)) + 1], submitted.host)
         submitted.done.record()
         self._num_steps += 1
         self._submitted.append(submitted)
