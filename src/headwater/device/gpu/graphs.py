@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import FusedDecoder, TokenSlots
-from headwater.device.gpu.inputs import DecodeRows, Layout, arrived, partials
+from headwater.device.gpu.inputs import GraphRows, Layout, arrived, partials
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import num_entries, split_contexts
 from headwater.device.kernels.greedy import choose_greedy
@@ -133,7 +133,7 @@ class DecodeGraphs:
             and layout.num_chunk_keys <= _MAX_CHUNK_KEYS
         )
 
-    def run(self, rows: DecodeRows) -> Tensor:
+    def run(self, rows: GraphRows) -> Tensor:
         """Compute a step. Returns its logits, one row each, valid until the next step. `chosen`
         gets the greedy tokens."""
         num_rows = len(rows.tokens)
@@ -147,7 +147,7 @@ class DecodeGraphs:
         self._sections[name] = _Section(self._header, size)
         self._header += -(-size // _ALIGN) * _ALIGN
 
-    def _fill(self, rows: DecodeRows, size: int) -> None:
+    def _fill(self, rows: GraphRows, size: int) -> None:
         num_rows = len(rows.tokens)
         used = self._header + len(rows.tables)
         pinned, view = self._staging.take(used)

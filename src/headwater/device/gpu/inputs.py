@@ -66,7 +66,7 @@ class Layout:
         """Per sampled row: index of its last token."""
         return self.batch.query_start[1:][self.batch.sampled] - 1
 
-    def decode_rows(self, carry: IntArray) -> "DecodeRows":
+    def graph_rows(self, carry: IntArray) -> "GraphRows":
         """The step with each token as a decode row of its own. `carry` is per row of the batch.
 
         All layers store K and V of every row before they attend, and a row attends up to its
@@ -75,7 +75,7 @@ class Layout:
         batch = self.batch
         token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
         token_carry[batch.query_start[:-1]] = carry
-        return DecodeRows(
+        return GraphRows(
             tokens=batch.tokens,
             carry=token_carry,
             positions=batch.positions,
@@ -86,7 +86,7 @@ class Layout:
         )
 
 
-class DecodeRows(NamedTuple):
+class GraphRows(NamedTuple):
     """Rows of one token. All but `tables` have one entry per row."""
 
     tokens: Tokens

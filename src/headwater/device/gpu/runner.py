@@ -221,7 +221,7 @@ class CudaRunner:
         if self._suffixes is not None and self._suffixes.takes(layout):
             return self._suffixes.run(layout), batch.sampled.astype(np.int32), None
         if self.graphs is not None and self.graphs.takes(layout):
-            logits = self.graphs.run(layout.decode_rows(carry))
+            logits = self.graphs.run(layout.graph_rows(carry))
             return logits, layout.last_tokens().astype(np.int32), None
         logits, scores = self._run_packed(layout, carry)
         places = np.arange(len(batch.sampled), dtype=np.int32)
