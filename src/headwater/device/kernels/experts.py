@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.routing import Routing
 
 MAX_PAIR_ROWS = 4
@@ -173,7 +174,8 @@ def _grouped(x, weight, bias, scales, lists, counts, out, capacity, alpha, limit
 def _pair_gate_up(x, weight, bias, norm_weight, ids, out, epsilon, alpha, limit,
                   SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr,
                   K: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr,
-                  BIASED: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+                  BIASED: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
     output = tl.program_id(0) * N + tl.arange(0, N)
@@ -219,8 +221,9 @@ def _pair_gate_up(x, weight, bias, norm_weight, ids, out, epsilon, alpha, limit,
 @triton.jit
 def _pair_down(x, weight, bias, ids, scales, hidden, SIZE: tl.constexpr, OUTPUTS: tl.constexpr,
                TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIASED: tl.constexpr,
-               STAGES: tl.constexpr):  # fmt: skip
+               STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """All experts of one row, added to the residual without partial results."""
+    start_early(EARLY)
     row = tl.program_id(1)
     output = tl.program_id(0) * N + tl.arange(0, N)
     inside = output < OUTPUTS
@@ -279,6 +282,7 @@ def add_pairs(
     narrow = torch.empty((rows * top, inner), dtype=x.dtype, device=x.device)
     norm_weight, epsilon = norm or (x, 0.0)
     k = min(1024, triton.next_power_of_2(size))
+    early = starts_early(x)
     _pair_gate_up[(triton.cdiv(inner, 4), rows * top)](
         x,
         weights.gate_up,
@@ -298,7 +302,9 @@ def add_pairs(
         INTERLEAVED=weights.is_interleaved,
         BIASED=weights.gate_up_bias is not None,
         ACTIVATION=int(weights.activation),
+        EARLY=early,
         num_warps=4,
+        launch_pdl=early,
     )
     _pair_down[(triton.cdiv(size, 4), rows)](
         narrow,
@@ -314,7 +320,9 @@ def add_pairs(
         K=min(1024, triton.next_power_of_2(inner)),
         BIASED=weights.down_bias is not None,
         STAGES=3,
+        EARLY=early,
         num_warps=4,
+        launch_pdl=early,
     )
 
 

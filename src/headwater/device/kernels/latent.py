@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kernels.tiles import ChunkWork
 
@@ -86,7 +87,9 @@ def _store(
     ROTATED_WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -122,7 +125,9 @@ def _rotate_queries(
     ROTATED_WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
     GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     position = tl.load(positions + token)
@@ -234,7 +239,9 @@ def _attend_decodes(
     QUERIES: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     item = tl.program_id(1)
     row = tl.load(work_row + item)
     if row < 0:
@@ -373,6 +380,7 @@ def store_latents(
     strided. A token with slot -1 is not stored."""
     rotated = 2 * table[0].shape[1]
     latent = pool.shape[-1] - rotated
+    early = starts_early(packed)
     _store[(len(packed),)](
         packed,
         packed.stride(0),
@@ -389,7 +397,9 @@ def store_latents(
         ROTATED_WIDTH=triton.next_power_of_2(rotated // 2),
         BLOCK_TOKENS=pool.shape[3],
         PAIRS=int(pairs),
+        EARLY=early,
         num_warps=1,
+        launch_pdl=early,
     )
 
 
@@ -405,6 +415,7 @@ def rotate_queries(
     tokens, heads, size = query.shape
     rotated = 2 * table[0].shape[1]
     group = min(16, triton.next_power_of_2(heads))
+    early = starts_early(packed)
     _rotate_queries[(tokens, triton.cdiv(heads, group))](
         packed,
         packed.stride(0),
@@ -418,7 +429,9 @@ def rotate_queries(
         ROTATED_WIDTH=triton.next_power_of_2(rotated // 2),
         PAIRS=int(pairs),
         GROUP=group,
+        EARLY=early,
         num_warps=1,
+        launch_pdl=early,
     )
 
 
@@ -431,6 +444,7 @@ def attend_decodes(
     heads, latent = out.shape[1:]
     exact = query.element_size() == 4
     group = min(max(16, triton.next_power_of_2(heads)), 16 if exact else _MAX_DECODE_HEADS)
+    early = starts_early(query)
     _attend_decodes[(triton.cdiv(heads, group), len(work.work_row))](
         query,
         pool,
@@ -452,7 +466,9 @@ def attend_decodes(
         QUERIES=group,
         EXACT=exact,
         STAGES=1 if exact else 3,
+        EARLY=early,
         num_warps=4 if group <= 16 else 8,
+        launch_pdl=early,
     )
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import activate
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.experts import ExpertWeights, combine_pairs, tile_rows
 from headwater.device.kernels.quantized import e2m1_numbers, multiply_groups
 from headwater.device.kernels.routing import Routing
@@ -22,7 +23,8 @@ _HALF = 16
 def _pair_gate_up(x, weight, scales, bias, norm_weight, ids, out, epsilon, alpha, limit,
                   SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr,
                   GROUPS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
-                  ACTIVATION: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+                  ACTIVATION: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
     output = tl.program_id(0) * N + tl.arange(0, N)
@@ -67,8 +69,9 @@ def _pair_gate_up(x, weight, scales, bias, norm_weight, ids, out, epsilon, alpha
 @triton.jit
 def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
                OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-               BIASED: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+               BIASED: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """All experts of one row, added to the residual."""
+    start_early(EARLY)
     row = tl.program_id(1)
     output = tl.program_id(0) * N + tl.arange(0, N)
     inside = output < OUTPUTS
@@ -182,19 +185,21 @@ def add_pairs(
     top, inner = ids.shape[1], weights.inner
     narrow = torch.empty((rows * top, inner), dtype=x.dtype, device=x.device)
     norm_weight, epsilon = norm or (x, 0.0)
+    early = starts_early(x)
     _pair_gate_up[(triton.cdiv(inner, 4), rows * top)](
         x, weights.gate_up, weights.gate_up_scales,
         x if weights.gate_up_bias is None else weights.gate_up_bias,
         norm_weight, ids, narrow, epsilon, weights.alpha, weights.limit,
         SIZE=size, OUTPUTS=inner, TOP=top, N=4, GROUPS=32, NORMED=norm is not None,
         BIASED=weights.gate_up_bias is not None, ACTIVATION=int(weights.activation),
-        ASM=x.is_cuda, num_warps=4,
+        ASM=x.is_cuda, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     _pair_down[(triton.cdiv(size, 8), rows)](
         narrow, weights.down, weights.down_scales,
         x if weights.down_bias is None else weights.down_bias, ids, shares, hidden,
         SIZE=inner, OUTPUTS=size, TOP=top, N=8, GROUPS=32,
-        BIASED=weights.down_bias is not None, ASM=x.is_cuda, num_warps=4,
+        BIASED=weights.down_bias is not None, ASM=x.is_cuda, EARLY=early, num_warps=4,
+        launch_pdl=early,
     )  # fmt: skip
 
 

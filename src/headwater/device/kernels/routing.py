@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.device.kernels.early import start_early, starts_early
+
 _BLOCK = 1024
 
 
@@ -102,7 +104,9 @@ def _best_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
 def _choose(logits, correction, ids, weights, scale, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
             TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SCORE: tl.constexpr,
             CORRECTED: tl.constexpr, RENORMALISED: tl.constexpr, GROUPS: tl.constexpr,
-            GROUPS_WIDTH: tl.constexpr, TOP_GROUPS: tl.constexpr, BY_BEST: tl.constexpr):  # fmt: skip
+            GROUPS_WIDTH: tl.constexpr, TOP_GROUPS: tl.constexpr, BY_BEST: tl.constexpr,
+            EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     row = tl.program_id(0)
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
@@ -161,6 +165,7 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
     ids = torch.empty((rows, rule.top), dtype=torch.int32, device=logits.device)
     weights = torch.empty((rows, rule.top), dtype=torch.float32, device=logits.device)
+    early = starts_early(logits)
     _choose[(rows,)](
         logits,
         logits if rule.correction is None else rule.correction,
@@ -178,7 +183,9 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
         GROUPS_WIDTH=triton.next_power_of_2(rule.num_groups),
         BY_BEST=rule.group_score is GroupScore.BEST,
         TOP_GROUPS=rule.top_groups,
+        EARLY=early,
         num_warps=1,
+        launch_pdl=early,
     )
     return ids, weights
 
