@@ -49,7 +49,9 @@ def _report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return report
 
 
-def test_it_says_how_and_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_how_the_model_is_served_and_what_fits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights in the serving type, KV of a token and a block, and tokens of every tier."""
     sizes = ("--device-gib", "16", "--swap-space", "1", "--storage-gib", "2")
     report = _report(capsys, str(folder), *sizes)
@@ -87,17 +89,17 @@ def test_a_refused_model_is_exit_code_1_with_the_reason(
     assert "recurrent" in _report(capsys, str(folder))["reason"]
 
 
-def test_weights_that_leave_no_room_are_said(
+def test_weights_that_leave_no_room_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model is supported, but not here: the device's line has the reason."""
     report = _report(capsys, str(folder), "--device-gib", "0.5")
 
     assert report["tiers"]["device"]["blocks"] == 0
-    assert "not one block fits" in report["tiers"]["device"]["reason"]
+    assert "no block fits" in report["tiers"]["device"]["reason"]
 
 
-def test_a_gpu_that_cannot_be_asked_needs_a_size(
+def test_a_gpu_without_known_free_memory_needs_a_size(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the flag."""

@@ -56,7 +56,7 @@ CLAIMS = [
     (
         "README.md",
         "continues streams elsewhere when an instance dies",
-        "router/test_streams.py::test_a_stream_that_breaks_goes_on_elsewhere",
+        "router/test_streams.py::test_a_broken_stream_continues_on_another_instance",
     ),
     (
         "README.md",
@@ -102,7 +102,7 @@ CLAIMS = [
     (
         "docs/how-it-works.md",
         "waits for it instead of computing it a second time",
-        "scheduler/test_prefix_sharing.py::test_a_newcomer_waits_for_the_prefix_and_then_finds_it",
+        "scheduler/test_prefix_sharing.py::test_a_new_request_waits_for_the_prefix_and_then_finds_it",
     ),
     (
         "docs/how-it-works.md",
@@ -133,7 +133,7 @@ CLAIMS = [
     (
         "docs/faq.md",
         "the supervisor starts another engine",
-        "e2e/test_lifecycle.py::test_a_killed_engine_is_told_to_every_client_at_once_and_is_replaced",
+        "e2e/test_lifecycle.py::test_every_client_gets_an_error_at_once_when_the_engine_is_killed_and_it_is_replaced",
     ),
     # Operations
     (
@@ -171,7 +171,7 @@ def words_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("page", "claim", "proof"), CLAIMS, ids=lambda text: text[:40])
-def test_a_claim_is_made_as_it_is_proven(page, claim, proof):
+def test_every_claim_of_a_page_has_its_proof(page, claim, proof):
     """The page says it in these words, and its test or figure exists."""
     assert claim in words_of(ROOT / page)
     if proof.startswith(FIGURE):
@@ -196,7 +196,7 @@ def test_the_number_of_model_families_is_the_real_one():
         "after three in a row it is not asked",
     ],
 )
-def test_statements_that_were_too_strong_are_gone(wrong):
+def test_statements_that_are_too_strong_are_in_no_page(wrong):
     """They were tried by a user and did not hold."""
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
         assert wrong not in words_of(page).lower(), page

@@ -72,7 +72,7 @@ def test_without_a_command_it_says_what_there_is(capsys):
         (["plan", "trace.jsonl", "--jsn"], "did you mean '--json'?"),
     ],
 )
-def test_what_it_does_not_know_gets_a_suggestion(arguments, hint, capsys):
+def test_an_unknown_command_gets_a_suggestion(arguments, hint, capsys):
     """A typing error gets a suggestion and exit code 2."""
     assert main(arguments) == 2
     assert hint in capsys.readouterr().err
@@ -181,7 +181,7 @@ def test_values_that_ask_for_nothing_are_accepted():
         (["--cache-transfer-protocol"], {}, "no hand-offs"),
     ],
 )
-def test_a_flag_that_does_nothing_says_so(flags, settings, word):
+def test_a_flag_without_effect_prints_a_note(flags, settings, word):
     """Lesson 34: at start, with the reason; and only for a given flag."""
     config = EngineConfig(**settings)
 
@@ -199,7 +199,7 @@ def test_a_flag_that_does_nothing_says_so(flags, settings, word):
         (["--max-num-seqs", "-1"], "--max-num-seqs must be at least 1"),
         (["--max-model-len", "0"], "--max-model-len"),
         (["--threads", "0"], "--threads"),
-        (["--gpu-memory-utilization", "1.5"], "share between 0 and 1"),
+        (["--gpu-memory-utilization", "1.5"], "above 0 and at most 1"),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "cannot hold one token"),
         (["--port", "70000"], "--port"),
         (["--api-key", ""], "--api-key is empty"),
@@ -243,7 +243,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     "flag", ["--drain-timeout", "--max-body-mib", "--gpu-memory-utilization"]
 )
-def test_a_number_is_one_to_reckon_with(flag, value, capsys):
+def test_a_number_flag_refuses_nan_and_infinity(flag, value, capsys):
     """Python accepts `nan` as a number; operators do not mean it."""
     with pytest.raises(SystemExit, match="2"):
         main(["serve", f"{flag}={value}"])
@@ -298,14 +298,14 @@ STORED = ["--swap-space", "1", "--kvcache-storage-backend", "file"]
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--swap-space", "-1"], "--swap-space is a size"),
+        (["--swap-space", "-1"], "--swap-space must be a size"),
         (["--swap-space", "0", "--kvcache-storage-backend", "file"], "needs a host tier"),
         (
             ["--swap-space", "1", "--kvcache-storage-config", '{"a": 1}'],
             "needs --kvcache-storage-backend",
         ),
         ([*STORED, "--kvcache-storage-config", "{"], "is not JSON"),
-        ([*STORED, "--kvcache-storage-config", "[]"], "is a JSON object"),
+        ([*STORED, "--kvcache-storage-config", "[]"], "must be a JSON object"),
         (["--swap-space", "1", "--load-timeout", "-1"], "cannot be negative"),
     ],
 )
@@ -316,7 +316,7 @@ def test_impossible_tiers_are_refused(flags, sentence):
 
 
 @pytest.mark.parametrize("flag", sorted(FOREIGN_FLAGS))
-def test_a_flag_of_another_server_gets_a_sentence(flag, capsys):
+def test_a_flag_of_another_server_gets_a_message(flag, capsys):
     """Not a similar name: what the flag would do here, or which flag does it."""
     assert main(["serve", flag, "value"]) == 2
     assert f"{flag}: {FOREIGN_FLAGS[flag]}" in capsys.readouterr().err
@@ -343,7 +343,7 @@ def test_bench_help_has_a_line_for_each_benchmark(capsys):
         assert re.search(rf"^  {name} +\w.{{20,}}$", out, re.MULTILINE), name
 
 
-def test_a_closed_pipe_is_no_traceback():
+def test_a_closed_pipe_prints_no_traceback():
     """`headwater … | head` ends silently when its reader has gone."""
     process = subprocess.Popen(
         [sys.executable, "-m", "headwater", "version"],

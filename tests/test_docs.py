@@ -74,7 +74,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_of_a_page_have_a_target(page):
     """Files and headings of this project; external links are not checked."""
     for link in _LINK.findall(_FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
@@ -136,7 +136,7 @@ def test_the_site_is_built_with_strict_links(tmp_path):
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_commands_are_run_or_say_why_not(block):
+def test_every_command_of_a_page_is_run_or_has_a_reason(block):
     """A marker before every block with commands, and only flags that exist."""
     assert block.mark, f"{block}: write <!-- run --> or <!-- needs: WHAT --> before it"
     for line in block.lines:

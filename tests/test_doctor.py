@@ -5,7 +5,7 @@ import socket
 from headwater.cli import doctor, main
 
 
-def test_it_reports_everything_and_exits_0_where_the_server_can_run(capsys):
+def test_doctor_reports_every_part_and_exits_0_where_the_server_can_run(capsys):
     """Each part has a line, and the last line is the verdict."""
     code = main(["doctor"])
 

@@ -21,15 +21,15 @@ from headwater.testing.ports import free_port
     [
         ([], "say how many instances"),
         (["--prefill", "1"], "need --decode instances"),
-        (["--mixed", "2", "--gpus", "0"], "2 instances need as many numbers"),
-        (["--mixed", "1", "--gpus", "first"], "1 instances need as many numbers"),
+        (["--mixed", "2", "--gpus", "0"], "each of the 2 instances"),
+        (["--mixed", "1", "--gpus", "first"], "each of the 1 instances"),
         (["--mixed", "2", "--instance-ports", "8200-8200"], "no room for 2 instances"),
         (["--mixed", "1", "--instance-ports", "some"], "give one port, as 8200"),
         (["--mixed", "1", "--gpus", "0", "--", "--device", "cpu"], "leave one out"),
         (["--mixed", "1", "--gpus", "0", "--", "--device=cpu"], "leave one out"),
     ],
 )
-def test_nothing_is_started_where_it_makes_no_sense(flags, words, capsys):
+def test_up_refuses_invalid_flags_and_starts_nothing(flags, words, capsys):
     """A message, and an exit code other than 0."""
     assert main(["up", *flags]) == 1
 

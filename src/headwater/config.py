@@ -247,19 +247,17 @@ class EngineConfig:
         _positive("--threads", self.num_threads)
         if not 0.0 < self.step_timeout_s < float("inf"):
             raise ConfigError(
-                f"--step-timeout is a positive number of seconds, got {self.step_timeout_s}"
+                f"--step-timeout must be a positive number of seconds, got {self.step_timeout_s}"
             )
         if self.max_itl_ms is not None and not 0.0 <= self.max_itl_ms < float("inf"):
             raise ConfigError(f"--max-itl-ms cannot be negative, got {self.max_itl_ms:g}")
         _positive("--tensor-parallel-size", self.tensor_parallel_size)
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
-                f"--gpu-memory-utilization is a share between 0 and 1, got {self.memory_utilization}"
+                f"--gpu-memory-utilization must be above 0 and at most 1, got {self.memory_utilization}"
             )
         if not 0.0 <= self.hint_budget <= 1.0:
-            raise ConfigError(
-                f"--hint-budget is a share between 0 and 1, got {self.hint_budget}"
-            )
+            raise ConfigError(f"--hint-budget must be between 0 and 1, got {self.hint_budget}")
         _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
         self._check_tiers()
 
@@ -276,7 +274,9 @@ class EngineConfig:
 
     def _check_tiers(self) -> None:
         if not 0.0 <= (self.swap_space_gib or 0.0) < float("inf"):
-            raise ConfigError(f"--swap-space is a size in GiB, got {self.swap_space_gib}")
+            raise ConfigError(
+                f"--swap-space must be a size in GiB that is not negative, got {self.swap_space_gib}"
+            )
         if self.load_timeout_s < 0:
             raise ConfigError(f"--load-timeout cannot be negative, got {self.load_timeout_s}")
         _one_of("--eviction", self.eviction, EVICTIONS)
@@ -322,7 +322,9 @@ def check_secret(flag: str, value: str | None) -> None:
     if value == "":
         raise ConfigError(f"{flag} is empty; leave it out to use none")
     if value is not None and not _is_header_value(value):
-        raise ConfigError(f"{flag} must be printable ASCII without spaces")
+        raise ConfigError(
+            f"{flag} must be printable ASCII without spaces, because it is sent in a header"
+        )
 
 
 def _positive(flag: str, value: int | None) -> None:
@@ -337,7 +339,7 @@ def _port(flag: str, value: int | None) -> None:
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{flag} is one of {', '.join(known)}; got {value!r}")
+        raise ConfigError(f"{flag} must be one of {', '.join(known)}; got {value!r}")
 
 
 def _is_header_value(text: str) -> bool:

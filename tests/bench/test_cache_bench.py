@@ -66,7 +66,7 @@ def test_the_workload_is_the_same_every_time():
     assert make_workload(20) != make_workload(20, seed=2)
 
 
-def test_a_missing_or_broken_trace_is_a_sentence(tmp_path, capsys):
+def test_a_missing_or_broken_trace_gets_a_message(tmp_path, capsys):
     """An error in a trace is reported with its line."""
     broken = tmp_path / "trace.jsonl"
     broken.write_text('{"hash_ids": [1], "input_length": 3, "output_length": 1}\n{}\n')

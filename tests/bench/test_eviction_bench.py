@@ -26,7 +26,7 @@ def test_json_has_the_promised_keys(capsys):
     assert set(result["us_over_lru"]) == {"arc", "s3fifo", "session"}
 
 
-def test_capacities_that_make_no_sense_are_a_sentence(capsys):
+def test_invalid_capacities_get_a_message(capsys):
     """The message has the given value."""
     for given in ("ten", "0", "5,-1"):
         assert main(["bench", "eviction", "--capacity", given]) == 1
@@ -61,7 +61,7 @@ def test_hints_are_for_every_policy_but_the_lru(capsys):
     assert results["perfect"]["hints"] == "perfect"
 
 
-def test_a_shape_is_of_made_sessions(tmp_path, capsys):
+def test_a_shape_needs_generated_sessions(tmp_path, capsys):
     """With a trace it would do nothing, so it is refused."""
     flags = ["--trace", str(tmp_path / "t.jsonl"), "--shape", "loops"]
     assert main(["bench", "eviction", *flags]) == 1

@@ -19,7 +19,7 @@ def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_leak_has_a_slope_and_noise_has_none(resident: list[int]) -> None:
+def test_a_leak_has_a_positive_slope_and_noise_does_not(resident: list[int]) -> None:
     """One MiB per minute is found among noise of one MiB; noise alone is flat."""
     noise = np.random.default_rng(1).normal(0, 1 << 20, 400)
     for leak, is_flat in ((0, True), (1 << 20, False)):

@@ -8,7 +8,7 @@ from headwater.bench.metrics import main
 
 
 @pytest.mark.slow
-def test_it_reports_the_cost_of_counting(capsys):
+def test_the_metrics_benchmark_reports_the_cost_of_counting(capsys):
     """Shares of a step; the documentation has the figure itself."""
     assert main(["--quick", "--json", "--batch", "4"]) == 0
 

@@ -68,7 +68,7 @@ def answer_of(cuts: list[int]) -> Answer:
 
 
 @pytest.mark.parametrize("cut", range(40, 130, 7))
-def test_an_answer_is_read_wherever_the_network_cuts_it(cut):
+def test_a_reply_is_read_wherever_the_network_splits_it(cut):
     """Events, tokens and usage do not depend on how the bytes are divided."""
     answer = answer_of([cut])
 
@@ -104,7 +104,7 @@ def test_ratios_are_ours_over_theirs():
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_seed_is_a_workload(name):
+def test_the_same_seed_gives_the_same_workload(name):
     """The same every time; another seed shares no prefix with it."""
     first, again, other = (
         make_workload(name, concurrency=2, vocab=32_000, seed=seed, output_tokens=4)

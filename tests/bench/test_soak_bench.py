@@ -28,6 +28,6 @@ def test_a_soak_of_the_built_in_model_ends_well(capsys):
     assert result["requests"] >= 10
 
 
-def test_a_seed_is_a_round():
+def test_the_same_seed_gives_the_same_round():
     """A failed round can be repeated."""
     assert run_round(2) == run_round(2)

@@ -152,7 +152,7 @@ def test_a_path_is_written_from_its_root_side():
 
 
 @pytest.mark.parametrize("blocks", [0, -1])
-def test_a_window_of_no_blocks_is_refused(blocks):
+def test_an_empty_eviction_window_is_refused(blocks):
     """The message names the setting and the value."""
     with pytest.raises(ConfigError, match=f"write_ahead_blocks must be positive, got {blocks}"):
         CacheConfig(device_blocks=8, host_blocks=8, write_ahead_blocks=blocks)

@@ -105,7 +105,7 @@ def test_an_evicted_node_never_comes_back_into_the_order():
 
 @pytest.mark.parametrize("count", range(9))
 @pytest.mark.parametrize("shape", ["chain", "leaves", "shared"])
-def test_exactly_as_many_as_asked(count, shape):
+def test_eviction_frees_exactly_the_requested_number(count, shape):
     """Lesson 6: chains, single leaves, shared parents: neither one less nor one more."""
     cache = make_cache(8)
     prompts = {
@@ -125,7 +125,7 @@ def test_exactly_as_many_as_asked(count, shape):
     cache.check()
 
 
-def test_a_double_free_fails_before_it_does_harm():
+def test_a_double_free_raises_and_changes_nothing():
     """Lesson 7: it is an exception, not a log line, and nothing has changed."""
     cache = make_cache(4)
     slots = cache.take(3, now=0.0)
@@ -172,7 +172,7 @@ def test_two_sequences_with_the_same_blocks_free_each_slot_once():
     cache.check()
 
 
-def test_the_tail_goes_before_the_head():
+def test_the_tail_of_a_path_is_evicted_before_its_head():
     """Lesson 9: releasing a path never makes its root the oldest block."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3, 4))

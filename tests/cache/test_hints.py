@@ -54,7 +54,7 @@ def test_a_session_can_be_closed_later_by_its_name(name):
     assert cache.stats().sessions.hints == {"closed": 1}
 
 
-def test_what_others_use_stays_when_a_session_is_closed():
+def test_shared_blocks_stay_when_a_session_is_closed():
     """A prefix that existed before the session, and a prefix that another path continues,
     stay."""
     cache = make_cache(device_blocks=12)
@@ -70,7 +70,7 @@ def test_what_others_use_stays_when_a_session_is_closed():
     assert blocks_by_tier(cache, make_path(20, 21)) == (2, 0, 0)
 
 
-def test_nobody_closes_the_session_of_another_tenant():
+def test_no_tenant_closes_the_session_of_another():
     """Lesson 67: a session belongs to the namespace of its requests."""
     cache = make_cache(device_blocks=8)
     theirs = Namespace(salt="theirs")
@@ -80,7 +80,7 @@ def test_nobody_closes_the_session_of_another_tenant():
     assert cache.close_session(theirs, "s")
 
 
-def test_a_closed_session_that_comes_back_is_only_a_miss():
+def test_a_closed_session_that_returns_is_only_a_miss():
     """Hints are soft: the session is served, and counts like any other from then on."""
     cache = make_cache(device_blocks=8, eviction="session")
     serve(cache, make_path(1, 2), "s", CLOSED)
@@ -233,7 +233,7 @@ def test_the_path_of_a_session_is_found_from_where_it_ended():
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_what_is_evicted_is_found_a_tier_below(name):
+def test_an_evicted_block_is_found_in_the_tier_below(name):
     """With a lower tier, an evicted block moves there, under every policy: from the device to
     the host, from the host to storage."""
     cache = make_cache(

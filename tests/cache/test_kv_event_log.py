@@ -9,7 +9,7 @@ from headwater.types import Tier
 from tests.cache.make import make_cache, make_path, serve
 
 
-def test_nobody_asked_nothing_is_recorded():
+def test_nothing_is_recorded_without_a_follower():
     """A cache that is not followed keeps no facts and computes no keys for them."""
     cache = make_cache()
     serve(cache, make_path(1, 2))
@@ -18,7 +18,7 @@ def test_nobody_asked_nothing_is_recorded():
     assert all(node.keys is None for node in cache._tree.nodes())
 
 
-def test_a_stored_run_says_where_it_hangs_and_what_it_is():
+def test_a_stored_run_has_its_keys_its_tokens_and_its_parent():
     """One fact a run: keys, tokens, and the key before it."""
     cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2))
@@ -33,7 +33,7 @@ def test_a_stored_run_says_where_it_hangs_and_what_it_is():
     assert cache.take_events() == []
 
 
-def test_an_eviction_is_one_fact():
+def test_an_eviction_is_one_event():
     """For any number of evicted runs, and before the event of the blocks that replace them."""
     cache = make_cache(device_blocks=3, record_events=True)
     for number in (1, 2, 3):
@@ -64,7 +64,7 @@ def test_a_salt_keeps_tokens_private():
     assert {change.tokens == b"" for change in cache.snapshot_events()} == {True, False}
 
 
-def test_a_reset_is_one_fact():
+def test_a_reset_is_one_event():
     """What was not told before it need not be."""
     cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2))

@@ -39,7 +39,7 @@ def test_a_block_is_findable_only_after_commit():
     assert cache.match(path).in_flight is None
 
 
-def test_in_flight_says_how_far_it_goes():
+def test_an_in_flight_prefix_has_its_length():
     """Only the blocks that both prompts share count as in flight."""
     cache = make_cache()
     lease, _ = begin(cache, make_path(1, 2, 3), "x")
@@ -129,7 +129,7 @@ def test_a_released_lease_is_refused():
     assert cache.stats() == before
 
 
-def test_commits_that_cannot_be_are_refused():
+def test_invalid_commits_are_refused():
     """More blocks than the path has, or of another namespace: an error, and no change."""
     cache = make_cache()
     lease, held = begin(cache, make_path(1, 2))

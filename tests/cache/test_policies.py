@@ -16,7 +16,7 @@ def test_settings_know_every_policy():
 
 
 @pytest.mark.parametrize(("name", "stays"), [("lru", False), ("s3fifo", True), ("arc", True)])
-def test_a_scan_does_not_wash_out_what_was_used_again(name, stays):
+def test_a_scan_does_not_evict_blocks_that_were_used_again(name, stays):
     """Twenty prompts that never return pass through a cache of eight blocks."""
     cache = make_cache(device_blocks=8, eviction=name)
     for _ in range(3):
@@ -28,7 +28,7 @@ def test_a_scan_does_not_wash_out_what_was_used_again(name, stays):
 
 
 @pytest.mark.parametrize("name", ["s3fifo", "arc"])
-def test_what_comes_back_after_its_eviction_is_worth_more(name):
+def test_a_block_that_returns_after_its_eviction_is_kept_longer(name):
     """A ghost that returns is kept longer than newer blocks."""
     cache = make_cache(device_blocks=8, eviction=name)
     for prompt in range(12):

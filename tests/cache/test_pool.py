@@ -56,7 +56,7 @@ def test_negative_counts_are_refused(count):
     assert pool.num_free == 4
 
 
-def test_zero_is_a_count():
+def test_taking_and_freeing_zero_slots_does_nothing():
     """Lesson 8: taking and freeing nothing is allowed and does nothing."""
     pool = SlotPool(0)
 

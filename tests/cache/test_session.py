@@ -86,7 +86,7 @@ def test_a_session_is_known_again_by_its_prompt():
     assert opening.session == turn.session == branch.session
 
 
-def test_what_many_sessions_begin_with_belongs_to_none():
+def test_a_prefix_of_many_sessions_belongs_to_no_session():
     """After 16 different continuations a shared system prompt is a trunk."""
     history = History(BLOCK, 1)
     for session in range(2, 20):
@@ -110,7 +110,7 @@ def test_the_past_is_bounded_in_time():
     assert see(history, [1, 1], now=7_204.0).runs[0].uses == 1
 
 
-def test_a_run_is_a_sample_for_as_long_as_it_was_watched():
+def test_a_run_is_a_sample_for_as_long_as_it_was_observed():
     """Nothing is learned about a bin before it is over, or after the return."""
     samples = HazardSamples()
     early, never = samples.add(7, 0.0), samples.add(8, 0.0)

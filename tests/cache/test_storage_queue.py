@@ -49,7 +49,7 @@ def keys(cache, *blocks):
     return cache.keys(path, len(blocks))
 
 
-def test_a_session_that_returns_is_written_first_and_one_that_is_over_last():
+def test_a_returning_session_is_written_first_and_a_finished_one_last():
     """Hints of clients count before anything else."""
     cache = make_stored()
     end_request(cache, make_path(1), session="over", hint=Hint(closed=True))

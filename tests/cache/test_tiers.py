@@ -178,7 +178,7 @@ TestTierMachine = TierMachine.TestCase
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(12 * SCALE))
-def test_a_long_random_walk_goes_nowhere_wrong(seed, eviction):
+def test_a_long_random_walk_keeps_every_invariant(seed, eviction):
     """Hundreds of equally likely operations reach states that a search rarely does."""
     rng = random.Random(seed)
     storage = rng.random() < 0.7

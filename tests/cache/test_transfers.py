@@ -94,7 +94,7 @@ def test_saving_writes_whatever_the_policy():
     assert blocks_by_tier(cache, path) == (0, 2, 0)
 
 
-def test_a_promotion_is_findable_when_it_has_landed():
+def test_a_promoted_block_is_findable_when_the_load_has_ended():
     """Lesson 20: submitted is not done."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)

@@ -114,7 +114,7 @@ def test_example_files_of_the_project_are_valid(capsys):
     capsys.readouterr()
 
 
-def test_values_become_words():
+def test_values_become_command_line_flags():
     """Switches have no value; objects are JSON; lists have commas."""
     flags: dict[str, FlagValue] = {
         "a": True,

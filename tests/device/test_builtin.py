@@ -34,7 +34,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     assert first == second != other
 
 
-def test_it_is_made_once_and_kept(tmp_path: Path) -> None:
+def test_the_built_in_model_is_made_once_and_kept(tmp_path: Path) -> None:
     """The second time nothing is written, and no temporary folder remains."""
     folder = ensure_model("small", SMALL)
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
@@ -74,7 +74,7 @@ def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_broken_generation_config_is_a_sentence(
+def test_a_broken_generation_config_gets_a_message(
     tmp_path: Path, content: str, sentence: str
 ) -> None:
     """Lesson 61: the message names the file, and nothing half loaded is left."""
@@ -100,7 +100,7 @@ def test_the_generation_config_names_the_end(tmp_path: Path) -> None:
     assert load(folder).eos_token_ids == (9,)
 
 
-def test_of_two_that_race_the_first_wins(tmp_path: Path) -> None:
+def test_the_first_of_two_processes_that_make_the_model_wins(tmp_path: Path) -> None:
     """The second one's work is dropped silently; the first one's folder is not touched."""
     target = tmp_path / "model"
 
@@ -156,7 +156,7 @@ def test_the_chat_template_marks_the_turns() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_and_says_what_transformers_says() -> None:
+def test_the_built_in_model_gives_the_tokens_of_transformers() -> None:
     """Loaded without a name; greedy tokens equal those of `generate`."""
     model = load(None)
     tokens = np.frombuffer(b"Every command works offline.", dtype=np.uint8).astype(np.int32)
@@ -173,7 +173,7 @@ def test_it_runs_and_says_what_transformers_says() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_made_without_torch(tmp_path: Path) -> None:
+def test_the_built_in_model_is_made_without_torch(tmp_path: Path) -> None:
     """The process that only tokenises needs neither torch nor transformers."""
     script = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
@@ -187,7 +187,7 @@ def test_it_is_made_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loading_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """No progress bar of transformers on the engine's standard error."""
     load(None)
 

@@ -99,7 +99,7 @@ def test_rows_that_do_not_fit_are_left_out(pool: KVPool) -> None:
     )
 
 
-def test_holes_are_closed_when_many_rows_have_left(pool: KVPool) -> None:
+def test_free_buffers_are_filled_from_the_end_when_many_rows_have_left(pool: KVPool) -> None:
     """The last rows of a large batch move to the first buffers."""
     buffers = ContiguousKV(pool, max_buffers=8, max_bytes=1 << 24)
     names = [RequestId(str(i)) for i in range(8)]

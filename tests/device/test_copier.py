@@ -95,7 +95,7 @@ def test_the_host_has_the_same_bytes_in_the_same_order():
     assert bytes(harness.slab.view(3)) == harness.pool.data[5].numpy().tobytes()
 
 
-def test_a_copy_lets_go_of_the_interpreter():
+def test_a_copy_releases_the_gil():
     """Lesson 13: the loop continues while a whole block is copied."""
     model: Any = Shape(torch.float32)
     model.num_layers, model.head_dim = 64, 1024

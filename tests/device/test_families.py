@@ -122,7 +122,7 @@ def test_four_bit_experts_are_turned_back_to_the_serving_dtype(tmp_path: Path) -
         ({}, "model_type"),
     ],
 )
-def test_what_is_not_served_is_refused_with_its_reason(
+def test_an_unsupported_model_is_refused_with_the_reason(
     config: dict[str, Any], why: str
 ) -> None:
     """A model whose results would be wrong is refused before it is loaded."""

@@ -33,14 +33,14 @@ def test_one_changed_byte_is_another_model(folder: Path, name: str) -> None:
     assert len(before) == 32
 
 
-def test_a_copy_elsewhere_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+def test_a_copied_folder_has_the_same_fingerprint(folder: Path, tmp_path: Path) -> None:
     """The location is not part of the identity."""
     shutil.copytree(folder, tmp_path / "elsewhere")
 
     assert fingerprint(tmp_path / "elsewhere") == fingerprint(folder)
 
 
-def test_it_is_remembered_by_sizes_and_times(folder: Path) -> None:
+def test_a_fingerprint_is_remembered_by_file_sizes_and_times(folder: Path) -> None:
     """The weights are not read again: a change that keeps size and time is not noticed."""
     weights = folder / "model.safetensors"
     stamp = weights.stat()
@@ -54,7 +54,7 @@ def test_it_is_remembered_by_sizes_and_times(folder: Path) -> None:
     assert fingerprint(folder) != before
 
 
-def test_a_damaged_note_is_a_hashing_not_an_error(
+def test_weights_are_hashed_again_if_the_stored_fingerprint_is_damaged(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A damaged cache file changes no fingerprint: the weights are hashed again."""

@@ -97,7 +97,7 @@ def outputs(model: LoadedModel, **settings: Any) -> list[list[int]]:
     return [sequence.output for sequence in both]
 
 
-def test_however_it_is_cut_and_cached_it_says_the_same(fp8: LoadedModel) -> None:
+def test_chunks_and_caching_change_no_token_with_8_bit_kv(fp8: LoadedModel) -> None:
     """Whole or in chunks, in buffers or alone, in blocks of any size, cached or not."""
     expected = outputs(fp8)
 
@@ -114,7 +114,7 @@ def test_however_it_is_cut_and_cached_it_says_the_same(fp8: LoadedModel) -> None
     assert found.output == expected[0]
 
 
-def test_it_is_another_cache_than_that_of_the_dtype(
+def test_8_bit_kv_differs_from_kv_in_the_model_dtype(
     llama: LoadedModel, fp8: LoadedModel
 ) -> None:
     """Rounding has an effect: log-probabilities differ a little."""
@@ -140,7 +140,7 @@ def test_it_is_another_cache_than_that_of_the_dtype(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family_name", ["gemma2", "gpt_oss"])
-def test_windows_sinks_and_soft_caps_read_it(family_name: str, family: Any) -> None:
+def test_windows_sinks_and_soft_caps_use_8_bit_kv(family_name: str, family: Any) -> None:
     """Layers with materialised scores also read the stored values."""
     model = replace(load(family(family_name)), has_fp8_kv=True)
     expected = outputs(model, block_tokens=4)
@@ -150,7 +150,9 @@ def test_windows_sinks_and_soft_caps_read_it(family_name: str, family: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("link", "staged"), [("shm", False), ("tcp", True)])
-def test_hand_offs_carry_it(link: str, staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hand_offs_carry_latent_kv(
+    link: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Disaggregated equals local: blocks pushed in place, and through staging buffers."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
     if staged:

@@ -287,7 +287,7 @@ def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotary_stores_what_it_turned(normed: bool) -> None:
+def test_the_rotary_kernel_stores_the_rotated_keys(normed: bool) -> None:
     """Q and K in place, K and V in the pool and nowhere else; slot -1 is not stored."""
     heads, kv_heads, dim, block = 4, 2, 32, 8
     packed = torch.randn(5, (heads + 2 * kv_heads) * dim, device=DEVICE)

@@ -66,7 +66,7 @@ def test_overlapping_a_load_equals_computing(model: LoadedModel) -> None:
     assert again == first
 
 
-def test_without_the_edge_a_step_reads_what_has_not_arrived(
+def test_without_the_event_dependency_a_step_reads_blocks_that_have_not_arrived(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above detects the dependency: without it, tokens differ."""

@@ -64,7 +64,7 @@ def test_every_slot_is_pinned_once_and_unpinned(slab: HostSlab) -> None:
     assert driver.pinned == {}
 
 
-def test_what_is_waited_for_comes_next(slab: HostSlab) -> None:
+def test_the_slot_that_a_copy_waits_for_is_pinned_next(slab: HostSlab) -> None:
     """A copy of the last slot does not wait for all slots before it."""
     driver = Driver()
     whole = PinnedSlab(slab, driver)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_what_is_waited_for_comes_next(slab: HostSlab) -> None:
     whole.close()
 
 
-def test_memory_that_cannot_be_pinned_is_told_to_the_copy(slab: HostSlab) -> None:
+def test_a_copy_learns_that_memory_cannot_be_pinned(slab: HostSlab) -> None:
     """Lesson 20: the copy fails, and no copy waits for ever."""
     driver = Driver(fails=True)
     driver.go_on.set()

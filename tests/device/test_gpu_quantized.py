@@ -209,7 +209,7 @@ def greedy(model: LoadedModel, sizes: tuple[int, ...], runner: Any = None) -> li
     return sequence.output
 
 
-def test_8_bit_kv_says_the_same_in_chunks(family: Any) -> None:
+def test_8_bit_kv_gives_the_same_tokens_in_chunks(family: Any) -> None:
     """A token has its own scale, so the chunk in which it was stored makes no difference."""
     model = replace(load(family("llama"), device="cuda"), has_fp8_kv=True)
 
@@ -218,7 +218,7 @@ def test_8_bit_kv_says_the_same_in_chunks(family: Any) -> None:
     assert greedy(model, (64, 80, 6), CudaRunner) == whole
 
 
-def test_packed_experts_say_what_dequantised_ones_say(tmp_path: Any) -> None:
+def test_packed_experts_give_the_tokens_of_dequantised_ones(tmp_path: Any) -> None:
     """GPT-OSS in MXFP4: kept packed on a GPU, dequantised on a CPU."""
     quantize_experts(save_family("gpt_oss", tmp_path))
     model = load(tmp_path, device="cuda")

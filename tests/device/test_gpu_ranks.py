@@ -82,7 +82,7 @@ def test_collectives_in_captured_graphs_change_no_token(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_ranks_on_one_gpu_say_what_one_says(
+def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
     """Over gloo, in float32, without graphs: the parts are right."""

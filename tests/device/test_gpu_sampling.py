@@ -171,7 +171,7 @@ def test_draws_follow_the_distribution(name: str) -> None:
         ([float("-inf")] * 4, 0),
     ],
 )
-def test_what_is_not_a_number_is_not_chosen(
+def test_a_logit_that_is_not_a_number_is_not_chosen(
     row: list[float], expected: int, temperature: float
 ) -> None:
     """A broken row is greedy over its finite logits; other rows are not affected."""
@@ -201,7 +201,7 @@ def test_what_is_not_a_number_is_not_chosen(
     ],
 )
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e37])
-def test_the_ends_of_each_range_choose_what_the_cpu_does(
+def test_the_bounds_of_each_parameter_choose_the_token_of_the_cpu(
     asked: dict[str, Any], scale: float
 ) -> None:
     """Settings at their limits, with equal logits and with logits near the largest float."""

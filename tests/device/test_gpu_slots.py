@@ -82,7 +82,7 @@ def test_loaded_blocks_stay_what_they_are(model: LoadedModel) -> None:
     assert load_into_reused_slots(model, turns=3) == 0
 
 
-def test_without_the_order_a_step_writes_into_loaded_blocks(
+def test_without_the_order_of_freeing_a_step_overwrites_loaded_blocks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above detects the order: if slots are freed while a step uses them, it fails."""

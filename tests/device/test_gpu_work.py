@@ -68,7 +68,7 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
     assert found.num_parts == 1 or len(found.row) * 32 * found.num_parts <= 512
 
 
-def test_what_is_many() -> None:
+def test_long_prompts_and_prefixes_use_the_hopper_kernel() -> None:
     """Long prompts and long prefixes count as many; a short chunk or a short context does
     not."""
     for count, context, use_hopper in (

@@ -48,9 +48,7 @@ def test_a_token_takes_what_the_architecture_promises(model: LoadedModel) -> Non
 
 
 @pytest.mark.parametrize("has_fp8_kv", [False, True])
-def test_what_is_stored_is_read_back_as_key_and_value(
-    model: LoadedModel, has_fp8_kv: bool
-) -> None:
+def test_stored_latents_are_read_back_as_written(model: LoadedModel, has_fp8_kv: bool) -> None:
     """By layer and as a whole; other slots stay as they were."""
     pool = open_pool(replace(model, has_fp8_kv=has_fp8_kv), num_blocks=6, block_tokens=4)
     latents = torch.randn(5, 1, model.head_dim)
@@ -116,7 +114,9 @@ def test_lower_tiers_and_preemption_change_no_token(folder: Path, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", ["shm", "tcp"])
-def test_hand_offs_carry_it(link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hand_offs_carry_latent_kv(
+    link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Disaggregated equals local."""
     folder = save_family("deepseek_v3", tmp_path, vocab_size=512)
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)

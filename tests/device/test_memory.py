@@ -24,7 +24,7 @@ def test_the_pool_and_its_buffers_stay_within_the_share(llama: LoadedModel) -> N
     assert 31 * MIB < used <= 32 * MIB
 
 
-def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> None:
+def test_the_default_pool_is_measured_and_bounded(llama: LoadedModel) -> None:
     """By default a machine with much memory does not use all of it."""
     much = num_blocks_that_fit(llama, block_tokens=16, available_bytes=1 << 45)
 
@@ -45,7 +45,7 @@ def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) 
     block_bytes = 16 * llama.token_bytes
     assert large < small
     assert 0.85 * free < large * block_bytes < small * block_bytes < 0.9 * free
-    with pytest.raises(ConfigError, match="not one block fits"):
+    with pytest.raises(ConfigError, match="no block fits"):
         num_blocks_that_fit(model, block_tokens=16, available_bytes=1 << 30)
 
 
@@ -57,13 +57,13 @@ def test_an_override_is_honoured(llama: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"available_bytes": 1000}, "not one block fits"),
+        ({"available_bytes": 1000}, "no block fits"),
         ({"override": 0}, "at least one block"),
         ({"utilization": 0.0}, "utilization"),
         ({"block_tokens": 0}, "block_tokens"),
     ],
 )
-def test_what_cannot_work_is_said_before_serving(
+def test_invalid_memory_settings_are_refused_before_serving(
     llama: LoadedModel, asked: dict[str, int], why: str
 ) -> None:
     """A ConfigError with a sentence, at start (lesson 61)."""
@@ -71,7 +71,7 @@ def test_what_cannot_work_is_said_before_serving(
         num_blocks_that_fit(llama, **{"block_tokens": 16, **asked})
 
 
-def test_more_blocks_than_there_is_memory_for_are_a_sentence(llama: LoadedModel) -> None:
+def test_more_blocks_than_memory_get_a_message(llama: LoadedModel) -> None:
     """A ConfigError with the requested size, not the allocator's message (lesson 61)."""
     with pytest.raises(ConfigError, match=r"blocks of KV take .* GiB"):
         KVPool(llama, num_blocks=1 << 40, block_tokens=16)
@@ -81,13 +81,13 @@ def test_more_blocks_than_there_is_memory_for_are_a_sentence(llama: LoadedModel)
     ("device", "why"),
     [("banana", "cannot be used"), ("cuda:99", "cannot be used"), ("meta", "is not served")],
 )
-def test_a_device_that_is_not_there_is_a_sentence(device: str, why: str) -> None:
+def test_a_device_that_does_not_exist_gets_a_message(device: str, why: str) -> None:
     """Known before a model is read; the sentence names the device (lesson 61)."""
     with pytest.raises(ConfigError, match=f"device '{device}' {why}"):
         load("/no/such/model", device=device)
 
 
-def test_a_control_group_bounds_what_is_free(
+def test_a_control_group_bounds_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its used memory counts, without cached files; without a limit or a group, the machine's

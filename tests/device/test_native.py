@@ -67,7 +67,7 @@ def test_scattered_rows_agree(compiled: native.NativeOps, strided: bool) -> None
 
 
 @pytest.mark.parametrize("dim", [8, 64, 128, 256, 320])
-def test_buffers_agree(compiled: native.NativeOps, dim: int) -> None:
+def test_attention_over_buffers_equals_torch(compiled: native.NativeOps, dim: int) -> None:
     """Every size, in buffers of different lengths within longer ones; nothing is left unset."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     query, keys, values = made(6, 3, dim), made(6, 9, dim, seed=1), made(6, 9, dim, seed=2)
@@ -99,7 +99,7 @@ def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: flo
 
 
 @pytest.mark.parametrize("seen", [1, 6])
-def test_causal_softmax_agrees(compiled: native.NativeOps, seen: int) -> None:
+def test_causal_softmax_equals_torch(compiled: native.NativeOps, seen: int) -> None:
     """Each query sees one key more than the one before; others weigh nothing."""
     ours = made(2, 3, 5, seen + 4)
     theirs = ours.clone()

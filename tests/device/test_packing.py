@@ -68,7 +68,7 @@ def test_a_packed_block_gives_the_same_numbers(num_rows: int) -> None:
     torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_would_differ_is_left_alone() -> None:
+def test_layers_that_packing_would_change_are_not_packed() -> None:
     """An unknown norm, an unknown activation, a matrix too small to gain."""
     block = Block(nn.ReLU())
 
@@ -86,7 +86,7 @@ def test_other_dtypes_are_left_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_packed_model_says_the_same_tokens(tmp_path: Path) -> None:
+def test_a_packed_model_gives_the_same_tokens(tmp_path: Path) -> None:
     """Packed, fused and padded to four rows, against the original model of transformers."""
     shape = LlamaShape(layers=2, hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64)
     folder = make_llama(tmp_path, shape)

@@ -27,7 +27,7 @@ def written(family: Any, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_stands_for_the_weights_it_was_made_from(
+def test_a_format_identifies_its_weights(
     name: str, written: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every weight, bit for bit; then the same tokens; and one log line."""
@@ -103,7 +103,11 @@ Q = "model.layers.0.self_attn.q_proj"
         ("gptq", {f"{Q}.qzeros": torch.ones(1, 8).int()}, f"{Q}.qzeros has the shape 1x8"),
         ("gptq", {f"{Q}.g_idx": torch.full((64,), 9).int()}, f"{Q}.g_idx names groups"),
         ("gptq", {f"{Q}.qweight": torch.ones(8, 64).long()}, "is of type I64, not I32"),
-        ("awq", {f"{Q}.qweight": torch.ones(60, 8).int()}, "groups of 32 do not divide"),
+        (
+            "awq",
+            {f"{Q}.qweight": torch.ones(60, 8).int()},
+            "not a multiple of the group size 32",
+        ),
         ("ct-int4", {f"{Q}.weight_shape": torch.tensor([64, 60])}, f"{Q}.weight_shape says"),
         ("ct-int4-zeros", {f"{Q}.weight_zero_point": None}, f"needs {Q}.weight_zero_point"),
         ("ct-int4", {f"{Q}.weight_packed": None}, "scales for a weight that is not quantised"),
@@ -197,7 +201,7 @@ def test_quantised_weights_without_a_config_are_refused(written: Any) -> None:
         load(folder)
 
 
-def test_a_cut_file_is_refused(written: Any) -> None:
+def test_a_truncated_file_is_refused(written: Any) -> None:
     """A download that ended early."""
     folder, _ = written("gptq")
     path = folder / "model.safetensors"

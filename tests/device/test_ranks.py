@@ -60,7 +60,7 @@ def _compare(harness: RankHarness, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_two_ranks_say_what_one_rank_says(
+def test_two_ranks_give_the_tokens_of_one(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
     """Attention, MLPs, experts, embedding and output layer are split; the tokens are the same."""
@@ -79,7 +79,7 @@ def test_layers_that_cannot_be_split_are_refused(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(REPRESENTATIVE) - REFUSED))
-def test_two_ranks_say_what_one_rank_says_in_every_family(
+def test_two_ranks_give_the_tokens_of_one_in_every_family(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
     """The same for every family that is served."""

@@ -12,7 +12,7 @@ from tests.device.families import prompt
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
 
 
-def test_a_seeded_row_says_the_same_in_any_company(llama: LoadedModel) -> None:
+def test_a_seeded_row_gives_the_same_tokens_in_any_batch(llama: LoadedModel) -> None:
     """Randomness depends on seed and position: batching, chunking and other rows change
     nothing."""
     alone, crowd = Driver(llama), Driver(llama)
@@ -87,7 +87,7 @@ def test_results_come_in_the_order_of_submission(llama: LoadedModel) -> None:
     driver.runner.close()
 
 
-def test_a_carry_from_nothing_is_found(llama: LoadedModel) -> None:
+def test_a_carry_without_a_source_row_raises(llama: LoadedModel) -> None:
     """A wrong batch is a bug and stops the engine instead of inventing a token."""
     batch = Driver(llama)._batch([(Driver(llama).add(prompt(3)), 3)])
     batch.carry[0] = 0

@@ -193,7 +193,7 @@ FORBIDDEN = SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=tuple(r
         ([float("-inf")] * 4, 0),
     ],
 )
-def test_what_is_not_a_number_is_not_chosen(
+def test_a_logit_that_is_not_a_number_is_not_chosen(
     row: list[float], expected: int, temperature: float
 ) -> None:
     """A broken row is greedy over its finite logits; other rows are not affected."""
@@ -246,7 +246,7 @@ def test_where_every_token_is_forbidden_the_model_decides(temperature: float) ->
         {"logit_bias": dict.fromkeys(range(VOCAB), -100.0)},
     ],
 )
-def test_the_ends_of_each_range_choose_a_token(asked: dict[str, Any]) -> None:
+def test_the_bounds_of_each_parameter_choose_a_token(asked: dict[str, Any]) -> None:
     """For every value that `SamplingParams` accepts, with logits near the largest float."""
     for scale in (1.0, 1e37):
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale

@@ -24,7 +24,7 @@ def test_a_runner_computes_every_step(llama: LoadedModel) -> None:
     runner.close()
 
 
-def test_every_kind_of_step_is_among_them() -> None:
+def test_warm_up_has_every_kind_of_step() -> None:
     """Whole prompts and chunks, with and without a prefix, beside decodes; all sampling."""
     kinds, params, most = set(), set(), 0
     for batch in warm_steps(LIMITS):

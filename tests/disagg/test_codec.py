@@ -109,7 +109,7 @@ def test_the_kinds_in_this_test_are_all_there_are():
         7,
     ],
 )
-def test_what_does_not_fit_its_type_is_malformed(shape):
+def test_a_value_of_the_wrong_type_is_malformed(shape):
     """Fields that are missing, unknown, of another type or out of range."""
     text = json.dumps(shape).encode()
 

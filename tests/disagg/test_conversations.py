@@ -114,7 +114,7 @@ def test_a_prefix_that_only_d_has_is_read_when_that_is_cheaper():
         peer.check_idle()
 
 
-def test_what_d_has_on_its_host_tier_is_not_sent():
+def test_blocks_that_d_has_on_its_host_tier_are_not_sent():
     """D matches over all its tiers: evicted blocks come back from the host, not from P."""
     pair = EchoPair(
         d_num_blocks=14, d_host_blocks=64, config=HandoffConfig(pull_min_blocks=100)

@@ -86,7 +86,7 @@ def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
     assert pair.decode.handoffs.decode_side.totals.num_asks == 1
 
 
-def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
+def test_a_restarted_peer_gets_no_messages_for_its_predecessor():
     """Lesson 51: messages to a dead instance are not delivered to its successor."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))

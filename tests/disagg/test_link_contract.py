@@ -21,7 +21,7 @@ def test_every_link_keeps_the_contract(link, check, block_bytes):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_held_fabric_keeps_the_contract(check):
+def test_the_link_with_held_frames_keeps_the_contract(check):
     """The searches over interleavings use links that keep the contract (lesson 49)."""
     driver = Driver()
     with driver.running(), open_harness(driver.links, "held", 4096) as harness:

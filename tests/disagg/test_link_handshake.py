@@ -146,7 +146,7 @@ def test_a_wrong_token_fails_the_push_and_no_other(link):
         assert harness.done(1) == 4096
 
 
-def test_strangers_that_say_nothing_are_dropped():
+def test_silent_unauthenticated_connections_are_dropped():
     """They are closed after the handshake timeout, and a sender still connects (lesson 68)."""
     with open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
         host, _, port = harness.receiver.address.removeprefix("tcp://").rpartition(":")
@@ -161,7 +161,7 @@ def test_strangers_that_say_nothing_are_dropped():
         assert harness.done(1) == 4096
 
 
-def test_a_stranger_that_keeps_many_connections_open_keeps_no_sender_out(monkeypatch):
+def test_many_unauthenticated_connections_keep_no_sender_out(monkeypatch):
     """The oldest connection without a handshake is closed for the newest one."""
     monkeypatch.setattr(receiver_module, "_MAX_UNAUTHENTICATED", 4)
     patient = dataclasses.replace(CONFIG, connect_timeout_s=60.0)
@@ -177,7 +177,7 @@ def test_a_stranger_that_keeps_many_connections_open_keeps_no_sender_out(monkeyp
             stranger.close()
 
 
-def test_mistakes_of_the_operator_are_told_at_once():
+def test_mistakes_of_the_operator_are_reported_at_once():
     """No token, an unknown link, an invalid address, a port in use (lessons 60, 61)."""
     memory, log = BlockArray(1, 64), EventLog()
     links = Links(CONFIG, memory, log)

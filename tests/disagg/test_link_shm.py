@@ -177,7 +177,7 @@ def offered(kind: str) -> tuple[bytes, list[int]]:
 @pytest.mark.parametrize(
     "kind", ["nothing", "unsealed", "too short", "a pipe", "unsealed validity words"]
 )
-def test_memory_that_could_go_away_costs_the_connection(harness, kind):
+def test_memory_that_can_shrink_ends_the_connection(harness, kind):
     """Memory that can shrink would kill the receiver's process during a copy (lesson 66)."""
     harness.receiver.open(1, [0])
     raw, files = offered(kind)

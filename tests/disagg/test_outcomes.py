@@ -54,7 +54,7 @@ def test_a_silent_p_makes_one_request_wait_and_not_all():
         peer.check_idle()
 
 
-def test_a_push_that_fails_is_told_at_once():
+def test_a_failed_push_is_reported_at_once():
     """Lesson 53: P tells D, which computes the missing blocks without waiting for a timeout."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
@@ -76,7 +76,7 @@ def test_a_push_that_fails_is_told_at_once():
 
 
 @pytest.mark.parametrize("when", range(8))
-def test_an_abort_is_told_to_p_at_once_and_returns_every_slot(when):
+def test_an_abort_is_sent_to_p_at_once_and_returns_every_slot(when):
     """Lessons 53 and 58: at any step of the hand-off."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
@@ -111,7 +111,7 @@ def test_a_block_that_arrived_short_is_not_ready():
 
 
 @pytest.mark.parametrize("message", [Renew(5, 1.0), Ask(5), Accepted(5, 1.0)])
-def test_p_hears_that_d_knows_nothing_of_its_hand_off(message):
+def test_p_learns_that_d_does_not_know_the_hand_off(message):
     """Lesson 53: each message of P about a hand-off that is over is answered with its outcome."""
     pair = EchoPair()
     run(pair, make_handoff("a", PROMPT))

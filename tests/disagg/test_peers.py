@@ -179,7 +179,7 @@ def test_both_ends_learn_that_a_connection_ended_and_the_next_one_is_another():
         b"HWLINK\0\0" + b"\xff" * 200,
     ],
 )
-def test_strangers_are_dropped_and_others_served(garbage):
+def test_unauthenticated_connections_are_dropped_and_others_served(garbage):
     """Bytes that are not a handshake end their connection and nothing else."""
     with closing(Instance()) as p, closing(Instance()) as d:
         stream = dial(p)
@@ -276,7 +276,7 @@ def test_connections_without_the_token_do_not_count_as_peers():
             stranger.close()
 
 
-def test_a_stranger_that_keeps_many_connections_open_keeps_no_peer_out():
+def test_many_unauthenticated_connections_keep_no_peer_out():
     """The oldest connection without the token is closed for the newest one."""
     crowded = Instance(max_unauthenticated=4, greeting_timeout_s=60.0)
     with closing(crowded) as p, closing(Instance()) as d:

@@ -30,7 +30,7 @@ def test_a_block_is_not_matchable_before_it_is_written():
     assert pair.decode.outputs["a"] == expected(first)
 
 
-def test_a_newcomer_waits_for_what_is_being_received_instead_of_receiving_it_twice():
+def test_a_new_request_waits_for_a_prefix_that_is_being_received():
     """Lesson 46: it waits for the hand-off in flight, and finds the blocks once committed."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))

@@ -58,7 +58,7 @@ def test_greedy_penalties_and_logprobs_survive_the_hand_off():
 
 
 @pytest.mark.parametrize("handed_off", [True, False])
-def test_an_answer_that_is_taken_up_keeps_its_penalties(handed_off):
+def test_a_resumed_response_keeps_its_penalties(handed_off):
     """Resumed tokens count as output wherever the prompt is computed: the continuation is the
     one that an undisturbed request gets, and differs if they count as prompt."""
     prompt, most = [7, 7, 9, 200, 13] * 9, 40
@@ -114,7 +114,7 @@ def num_stored(pair):
 
 
 @pytest.mark.parametrize("tier", ["host", "storage"])
-def test_what_d_has_below_its_device_is_not_sent(tier, tmp_path):
+def test_blocks_that_d_has_below_its_device_are_not_sent(tier, tmp_path):
     """Lesson 55: D matches all its tiers, loads what is below the device, and asks for the
     rest."""
     tiers: dict[str, object] = {

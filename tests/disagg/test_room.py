@@ -90,7 +90,7 @@ def test_a_refused_request_is_computed_where_it_is_if_it_may():
         assert pair.decode.outputs[request.request_id] == expected(request)
 
 
-def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
+def test_a_decode_instance_receives_while_it_computes_its_own_prompts():
     """Lessons 52 and 56: receiving needs no tokens of a step, so it waits neither for a long
     prompt that is being computed nor behind prompts that wait. So nothing that P computed is
     refused for that."""
@@ -111,7 +111,7 @@ def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
     assert pair.decode.handoffs.decode_side.totals.num_done == 2
 
 
-def test_what_nothing_may_pass_is_not_passed_by_what_is_received():
+def test_a_received_sequence_does_not_pass_a_preempted_one():
     """Lesson 55: a preempted request is next, even before requests that need no computing."""
     pair = EchoPair(d_num_blocks=12, settings={"max_batched_tokens": 4, "max_num_seqs": 4})
     requests = [

@@ -106,7 +106,7 @@ def test_a_push_larger_than_all_buffers_passes_through_them(pair):
     assert pair.inner.all_free
 
 
-def test_a_block_has_landed_when_it_is_on_the_device(pair):
+def test_a_block_is_received_when_it_is_on_the_device(pair):
     """Not when it is in a buffer: it is neither reported, nor is the lease closed (lesson
     46)."""
     pair.receiver.open(1, [5])
@@ -123,7 +123,7 @@ def test_a_block_has_landed_when_it_is_on_the_device(pair):
     assert np.array_equal(pair.target.rows[5], pair.source.rows[0])
 
 
-def test_a_copy_that_fails_is_not_in_the_account(pair):
+def test_a_failed_copy_is_not_in_the_byte_count(pair):
     """A block that arrived but is not on the device does not count as received (lesson 54)."""
     pair.receiver.open(1, [5, 6])
     pair.push(1, 1, [0])
@@ -231,7 +231,7 @@ def test_closing_ends_what_waits_and_what_is_copied(pair):
     assert pair.outer.all_free
 
 
-def test_a_push_ends_once_whoever_ends_it(pair):
+def test_a_push_ends_once_though_deadline_and_cancel_meet(pair):
     """Here its deadline comes while `cancel` is about to end it (lesson 53)."""
     pair.hold = lambda event: event.job == 2 and pair.log.outcome(3)
     pair.outer.copier.gate.clear()
@@ -365,7 +365,7 @@ def test_a_sender_that_was_closed_keeps_no_memory(link):
 
 
 @pytest.mark.parametrize("make", ["listen", "connect"])
-def test_a_link_that_is_none_leaves_nothing_behind(make):
+def test_an_invalid_link_leaves_nothing_behind(make):
     """As without buffers: an error message; and the copier is closed (lesson 61)."""
     array, copiers = BlockArray(1, BLOCK_BYTES), []
 

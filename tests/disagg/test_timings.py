@@ -33,7 +33,7 @@ def test_a_grant_that_comes_while_p_computes_costs_nothing():
     assert parts_of(late)["ask"] >= 40 * STEP_S
 
 
-def test_the_parts_of_a_handoff_are_not_more_than_the_whole():
+def test_the_parts_of_a_hand_off_take_no_longer_than_the_whole():
     """Nothing is counted twice, and the rest is small: messages in transit."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))

@@ -198,7 +198,7 @@ def test_other_weights_under_load_serve_everyone_and_mix_nothing(server, models,
     }
 
 
-def test_a_reload_that_cannot_be_changes_nothing(server, models, traffic):
+def test_a_refused_reload_changes_nothing(server, models, traffic):
     """Another shape, no model, a folder elsewhere: an error message, and traffic continues."""
     before = server.get("/server_info").json()["engine"]["fingerprint"]
     for model, message in (

@@ -164,7 +164,7 @@ def test_everything_can_be_reached_with_the_tab_key(watch):
     assert {"theme", "tree", "live", "recent"} <= reached
 
 
-def test_it_fits_wide_and_narrow_light_and_dark(watch, server):
+def test_the_page_fits_wide_and_narrow_windows_in_light_and_dark(watch, server):
     """Nothing overflows; pictures are kept for people."""
     page = watch.page
     page.wait_for_selector("#tree .run")
@@ -186,7 +186,7 @@ def test_it_fits_wide_and_narrow_light_and_dark(watch, server):
     assert page.evaluate(card) != dark
 
 
-def test_it_is_used_by_touch_on_a_phone(browser, server):
+def test_the_page_is_used_by_touch_on_a_phone(browser, server):
     """Fingers scroll a table in both directions, open and leave the tree, and open a request.
     The scroll position stays when the page shows the next answer."""
     watch = Watch(browser, width=390, height=844, is_phone=True).open(server.url, KEY)
@@ -224,7 +224,7 @@ def test_it_is_used_by_touch_on_a_phone(browser, server):
     watch.context.close()
 
 
-def test_a_wrong_key_is_said_and_the_right_one_opens(browser, server):
+def test_a_wrong_key_gets_a_message_and_the_right_one_is_accepted(browser, server):
     """The page itself needs no key; its data does."""
     watch = Watch(browser).open(server.url)
     watch.page.wait_for_selector("#key-form:not([hidden])")

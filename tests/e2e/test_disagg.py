@@ -168,7 +168,7 @@ def test_a_hand_off_between_processes_yields_the_tokens_of_one(cluster):
         assert TOKEN not in secret
 
 
-def test_an_instance_that_is_not_there_is_a_typed_refusal_or_computed_here(cluster):
+def test_a_missing_instance_is_a_typed_refusal_or_a_local_prefill(cluster):
     """As the router requests."""
     prompt = cluster.prompt()
     refused = Asking(cluster.decode, prompt, "127.0.0.1:1").end(30)
@@ -230,7 +230,7 @@ def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
     assert tokens == ids(complete(cluster.decode, prompt))
 
 
-def test_a_p_that_is_told_to_stop_ends_what_others_wait_for(cluster):
+def test_a_stopping_prefill_instance_completes_its_hand_offs(cluster):
     """Lesson 59: after SIGTERM in the middle of a hand-off, the hand-off ends normally, and
     then P ends."""
     prompt, prefill = cluster.prompt(), cluster.prefill
@@ -264,7 +264,7 @@ def until_draining(server: LiveServer) -> None:
         assert SystemClock().now() < end_s
 
 
-def test_a_cut_connection_ends_in_tokens(cluster):
+def test_a_request_gets_its_tokens_after_a_lost_connection(cluster):
     """Both instances live on; the hand-off ends, and the request gets its tokens."""
     prompt = cluster.prompt()
     proxy = cluster.proxy("first")

@@ -173,7 +173,7 @@ def meet(
     return {name: n - before.get(name, 0.0) for name, n in after.items()}
 
 
-def test_the_survivor_of_a_torn_write_serves_what_is_whole(
+def test_the_next_server_serves_the_whole_blocks_after_a_torn_write(
     server: LiveServer, stage: Stage, right: dict[int, list[int]]
 ) -> None:
     """Lessons 40, 44: after kill -9 in the middle of a block, that block is not found, but

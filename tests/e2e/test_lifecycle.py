@@ -79,7 +79,7 @@ def test_a_drain_is_bounded_and_two_servers_live_side_by_side():
     assert other.stop(signal.SIGINT) == 0
 
 
-def test_a_killed_engine_is_told_to_every_client_at_once_and_is_replaced():
+def test_every_client_gets_an_error_at_once_when_the_engine_is_killed_and_it_is_replaced():
     """Streams get an error event, waiting requests and /health a 503 with the reason. The port
     stays open, and a new engine serves; the log and a metric say so."""
     server = LiveServer("--max-num-seqs", "1").wait_ready()
@@ -112,7 +112,7 @@ def test_a_killed_engine_is_told_to_every_client_at_once_and_is_replaced():
     assert "engine restarted: " in log
 
 
-def test_a_device_step_that_never_ends_is_told_to_every_client_and_the_engine_is_replaced(
+def test_every_client_gets_an_error_for_a_device_step_that_never_ends_and_the_engine_is_replaced(
     tmp_path,
 ):
     """The watchdog declares the engine dead after --step-timeout. Streams and waiting requests
@@ -147,7 +147,7 @@ def test_a_device_step_that_never_ends_is_told_to_every_client_and_the_engine_is
     assert "engine restarted: " in log
 
 
-def test_a_server_may_be_told_to_go_with_its_engine():
+def test_a_server_may_be_told_to_end_with_its_engine():
     """For operators whose own supervisor restarts processes: the message, and exit code 1."""
     server = LiveServer("--exit-with-engine").wait_ready()
 
@@ -158,7 +158,7 @@ def test_a_server_may_be_told_to_go_with_its_engine():
 
 
 @pytest.mark.parametrize("command", ["serve", "route"])
-def test_a_taken_port_is_a_clear_message(command):
+def test_a_port_in_use_gets_a_clear_message(command):
     """Lesson 60: reported before anything is loaded, with the port; exit code 1."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -186,7 +186,7 @@ def test_a_taken_port_is_a_clear_message(command):
         ("no.such.host.invalid", "cannot resolve --host"),
     ],
 )
-def test_an_address_that_is_not_here_is_a_clear_message(host, sentence, capsys):
+def test_an_address_of_another_machine_gets_a_clear_message(host, sentence, capsys):
     """Lesson 60: the same for a host; nothing is loaded."""
     assert main(["serve", "--host", host, "--port", "0"]) == 1
 
@@ -195,7 +195,7 @@ def test_an_address_that_is_not_here_is_a_clear_message(host, sentence, capsys):
     assert "loading" not in told.out
 
 
-def test_a_model_that_cannot_be_served_is_a_sentence(tmp_path):
+def test_a_model_that_cannot_be_served_gets_a_message(tmp_path):
     """Lesson 61: the operator gets the engine's message; exit code 1, no traceback."""
     server = LiveServer(str(tmp_path))
 

@@ -24,7 +24,9 @@ def _command(pid: str) -> bytes:
 
 
 @pytest.mark.nightly
-def test_a_lost_rank_is_told_to_clients_and_the_engine_comes_back_with_its_host_tier() -> None:
+def test_clients_get_an_error_for_a_lost_rank_and_the_engine_restarts_with_its_host_tier() -> (
+    None
+):
     """The stream ends with an error that names the rank. A new engine with new ranks adopts the
     host tier and gives the same output; in the end nothing is left."""
     server = LiveServer("--tensor-parallel-size", "2", "--swap-space", "0.1").wait_ready()

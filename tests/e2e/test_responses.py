@@ -35,7 +35,7 @@ def client(server):
         yield client
 
 
-def test_a_stored_conversation_goes_on_and_finds_its_prefix(client):
+def test_a_stored_conversation_continues_and_finds_its_prefix(client):
     """Each turn sends only what is new; the server adds the rest, which hits the cache."""
     before, previous = 0, None
     items: Any = "What is the weather in Rome?"
@@ -66,7 +66,7 @@ def test_a_stored_conversation_goes_on_and_finds_its_prefix(client):
         client.responses.retrieve(previous)
 
 
-def test_what_is_not_stored_is_a_404(client):
+def test_a_response_that_is_not_stored_is_a_404(client):
     """With `store` false, for another tenant, or never created."""
     fields = {"model": MODEL, "input": "x", "max_output_tokens": 4}
     hidden = client.responses.create(**fields, store=False)

@@ -12,7 +12,7 @@ from tests.e2e.live import LiveServer
 pytestmark = pytest.mark.slow
 
 
-def test_a_client_that_leaves_frees_its_slots(server):
+def test_a_disconnected_client_frees_its_slots(server):
     """Lesson 58: closing the connection in mid-stream ends the work; every slot is returned."""
     stream = server.open_stream(max_tokens=4000, prompt="a stream that is not read to its end")
     assert stream.next() is not None
@@ -122,7 +122,7 @@ def test_the_key_is_asked_for(small):
     assert small.get("/v1/models", headers=KEY).json()["data"][0]["id"] == "spring"
 
 
-def test_a_flag_that_does_nothing_was_announced(small):
+def test_a_flag_without_effect_is_noted_at_start(small):
     """Lesson 34: --write-policy without a host tier is noted when the server starts."""
     assert any("--write-policy does nothing here" in line for line in small.lines)
 

@@ -115,7 +115,7 @@ def test_a_tool_loop_finds_its_history_in_the_cache(client):
         ]
 
 
-def test_without_a_choice_the_model_speaks_freely(client):
+def test_without_tool_choice_the_output_is_not_constrained(client):
     """`auto` and `none` constrain nothing; text that is not a call is content."""
     for choice in ("auto", "none"):
         message = (

@@ -82,7 +82,7 @@ def test_json_prints_what_stats_says(server):
     assert json.loads(result.stdout)["model"] == server.get("/stats").json()["model"]
 
 
-def test_a_server_that_is_not_there_is_a_sentence():
+def test_a_server_that_is_not_running_gets_a_message():
     """No traceback, and exit code 1."""
     result = run_top("http://127.0.0.1:9", "--once")
 
@@ -91,7 +91,7 @@ def test_a_server_that_is_not_there_is_a_sentence():
 
 
 @pytest.mark.parametrize("arguments", [("ftp://x",), ("--interval", "0")])
-def test_what_cannot_be_watched_is_refused(arguments):
+def test_top_refuses_an_invalid_url_or_interval(arguments):
     """For a wrong URL or interval, the message names the valid values."""
     result = run_top(*arguments)
 
@@ -125,7 +125,7 @@ def test_live_in_a_terminal_it_updates_until_interrupted(server):
     assert "Traceback" not in shown
 
 
-def test_q_leaves(server):
+def test_the_key_q_ends_top(server):
     """As in every other monitor; the terminal is as before, and the exit code is 0."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))

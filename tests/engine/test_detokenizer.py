@@ -219,7 +219,7 @@ def test_a_stop_token_is_no_part_of_the_text():
     assert piece == ("ab", "stop", ord("!"))
 
 
-def test_what_is_held_back_is_shown_at_the_end():
+def test_text_that_was_held_back_is_sent_at_the_end():
     """Neither half a character nor half a stop string is lost when the output ends."""
     stream = TextStream(byte_tokenizer(), stops=["abc"])
 

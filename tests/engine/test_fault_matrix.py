@@ -100,7 +100,7 @@ def test_a_call_that_fails(
     assert counted >= (0 if fault is Fault.HANG else 1)
 
 
-def test_a_hung_read_writes_late_where_nobody_reads(
+def test_a_hung_read_writes_late_only_to_quarantined_slots(
     bench: Bench, backend: StorageBackend
 ) -> None:
     """Lesson 50: other requests have filled all free slots when the read returns. Its bytes

@@ -116,7 +116,7 @@ def test_closing_the_iterator_aborts():
     asyncio.run(scenario())
 
 
-def test_abort_tells_the_client_and_is_idempotent():
+def test_an_abort_ends_the_stream_and_is_idempotent():
     """Lesson 58: an abort from outside ends the request with reason `abort`, at once."""
 
     async def scenario():
@@ -184,7 +184,7 @@ def test_two_live_requests_cannot_share_an_id():
     asyncio.run(scenario())
 
 
-def test_a_killed_engine_is_told_to_everyone_at_once():
+def test_every_client_gets_an_error_at_once_when_the_engine_is_killed():
     """Every waiting client and call gets EngineDead with the reason; later ones fail at
     once."""
 
@@ -234,7 +234,7 @@ def test_a_double_free_is_counted_and_ends_the_engine():
         (b'{"raise": "boom"}', EngineDead, "the engine died: ZeroDivisionError: boom"),
     ],
 )
-def test_a_failed_start_raises_the_real_sentence_and_leaves_nothing(settings, error, sentence):
+def test_a_failed_start_raises_the_real_message_and_leaves_nothing(settings, error, sentence):
     """Lesson 61: no half-built engine: the error, an exit code of 1, no process, no socket."""
 
     async def scenario():
@@ -312,7 +312,7 @@ def test_socket_folders_are_private_and_unique(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path):
+def test_folders_of_dead_processes_are_removed_and_of_running_ones_are_not(tmp_path):
     """Lesson 60: what a crash left behind is removed at the next start."""
     living = RunDir(tmp_path)
     dead = tmp_path / "headwater-dead"
@@ -406,7 +406,7 @@ def test_the_requests_of_a_worker_that_is_gone_are_aborted():
     asyncio.run(scenario())
 
 
-def test_a_client_goes_on_with_the_next_engine():
+def test_a_client_continues_with_the_next_engine():
     """The first engine is killed; calls report that another one is being started, then it
     serves."""
 

@@ -48,7 +48,7 @@ def test_a_paused_engine_with_an_unanswered_lookup_sleeps() -> None:
 
 
 @pytest.mark.parametrize("num_waiting", [8, 16, 17, 40, 100])
-def test_a_queue_longer_than_one_look_reaches_sleeps(num_waiting: int) -> None:
+def test_the_loop_sleeps_with_a_queue_longer_than_it_examines(num_waiting: int) -> None:
     """Waits of sequences that are not examined wake nothing (without the fix: 4,901 turns in
     0.1 s)."""
     harness = make_harness(max_num_seqs=4, max_batched_tokens=2048)

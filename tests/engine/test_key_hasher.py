@@ -51,7 +51,7 @@ def test_the_loop_hashes_no_block_of_a_prompt_that_was_hashed_ahead(monkeypatch)
     core.close()
 
 
-def test_an_engine_without_it_computes_the_same_keys():
+def test_an_engine_without_hashing_ahead_computes_the_same_keys():
     """A key that is not there in time is computed by the loop."""
     events = []
     for ahead in (False, True):

@@ -67,7 +67,7 @@ def test_the_chunk_starts_with_the_promotion(depth: int) -> None:
 
 
 @DEPTHS
-def test_nothing_is_told_or_committed_before_it_lands(depth: int) -> None:
+def test_nothing_is_reported_or_committed_before_the_load_ends(depth: int) -> None:
     """The result is computed but held back: no token, no block, no hit; when the load ends, all
     of it counts at once."""
     harness = make_harness(depth)
@@ -96,7 +96,7 @@ def test_nothing_is_told_or_committed_before_it_lands(depth: int) -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("num_blocks", [0, 3])
-def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
+def test_a_failed_promotion_leaves_no_trace(depth: int, num_blocks: int) -> None:
     """Lessons 20, 22: if the load failed or is partial, the chunk is discarded and computed
     again from the first missing block."""
     harness = make_harness(depth)
@@ -119,7 +119,7 @@ def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
 
 
 @DEPTHS
-def test_an_executor_that_is_late_writes_where_nobody_reads(depth: int) -> None:
+def test_a_late_executor_writes_only_to_quarantined_slots(depth: int) -> None:
     """Lesson 50: after the deadline the chunk is computed in other slots; the targets stay
     quarantined until the executor is quiet."""
     harness = make_harness(depth, timeouts={"copy_timeout_s": 0.2})
@@ -163,7 +163,7 @@ def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
 
 
 @DEPTHS
-def test_a_reset_meanwhile_discards_it(depth: int) -> None:
+def test_a_reset_discards_a_load_in_flight(depth: int) -> None:
     """Lesson 17: a load that ends after a reset belongs to an older generation; the chunk is
     computed again."""
     harness = make_harness(depth)
@@ -200,7 +200,7 @@ def test_others_wait_for_the_same_promotion_and_run_meanwhile(depth: int) -> Non
 
 
 @DEPTHS
-def test_a_long_prompt_goes_on_in_chunks_after_the_landing(depth: int) -> None:
+def test_a_long_prompt_continues_in_chunks_after_the_load(depth: int) -> None:
     """The first chunk overlaps with the load; the next ones wait for its end and commit as
     usual."""
     harness = make_harness(depth, settings={"max_batched_tokens": 64, "long_prefill_tokens": 4})
@@ -216,7 +216,7 @@ def test_a_long_prompt_goes_on_in_chunks_after_the_landing(depth: int) -> None:
 
 
 @DEPTHS
-def test_a_loop_whose_requests_only_ride_sleeps(depth: int) -> None:
+def test_the_loop_sleeps_while_all_requests_wait_for_overlapped_loads(depth: int) -> None:
     """Lesson 15: while nothing can be computed before the copy ends, the loop sleeps."""
     harness = make_harness(depth)
     plan = begin(harness)

@@ -63,7 +63,7 @@ def test_token_ids_are_prompts_too(llm):
     "prompt",
     [[VOCAB_SIZE], [-1], [1 << 40], [1 << 70], [1.5], [None], [[[1]]], [[1, [2]]], ["a", [-1]]],
 )
-def test_what_is_no_token_of_the_model_is_refused(llm, prompt):
+def test_a_token_that_the_model_does_not_have_is_refused(llm, prompt):
     """Lesson 68: an id beyond the vocabulary is an error of the caller and does not end the
     engine."""
     with pytest.raises(RequestError, match="token id"):
@@ -110,7 +110,7 @@ def test_a_stop_string_may_be_alone(llm):
 @pytest.mark.parametrize(
     "conversations", ["hi", ["hi"], [{"content": "hi"}], [[{"role": "user"}]]]
 )
-def test_what_is_no_conversation_is_refused(llm, conversations):
+def test_a_value_that_is_not_a_conversation_is_refused(llm, conversations):
     """A template would make a prompt of almost anything."""
     with pytest.raises(RequestError, match="list of messages"):
         llm.chat(conversations)
@@ -263,7 +263,7 @@ def test_ctrl_c_inside_any_step_leaves_nothing_behind(tmp_path, depth):
     assert [answer.tokens for answer in llm.generate(prompts, params)] == expected
 
 
-def test_other_threads_generate_without_a_word_to_signals(llm):
+def test_other_threads_generate_without_a_signal_handler(llm):
     """Only the main thread may set a handler; elsewhere none is needed."""
     answers = []
     thread = threading.Thread(target=lambda: answers.extend(llm.generate([[1, 2]])))

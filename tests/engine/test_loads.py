@@ -88,7 +88,7 @@ class CountingStorage(MemoryStorage):
         return super().contains(runs, timeout_s=timeout_s)
 
 
-def test_what_one_step_asks_of_storage_is_one_call() -> None:
+def test_the_lookups_of_one_step_are_one_call() -> None:
     """Lesson 25: eight prompts that come together are one lookup call with eight answers."""
     form = BlockFormat(fingerprint=bytes(32), block_bytes=32)
     storage = CountingStorage(MemoryConfig(), form)
@@ -125,7 +125,7 @@ def test_while_a_load_is_in_flight_others_run_and_nothing_is_held() -> None:
     assert harness.usages["loads"].by_tier["host"] == 32
 
 
-def test_only_copies_in_flight_is_no_work() -> None:
+def test_copies_in_flight_alone_are_no_work_for_the_loop() -> None:
     """Lesson 15: a loop whose requests all wait for copies sleeps until one is done."""
     harness = make_warm()
     harness.copier.held = True
@@ -242,7 +242,7 @@ def test_a_storage_fault_costs_the_hit_and_nothing_else(fault: str) -> None:
         assert (usage.miss_reason, usage.cached_tokens) == ("storage_timeout", 0)
 
 
-def test_a_hung_storage_read_holds_up_nobody() -> None:
+def test_a_hung_storage_read_delays_no_other_request() -> None:
     """Lessons 17, 38: a read that never returns costs only its own host slots; a request that
     needs the whole device gets it."""
     storage = make_storage()

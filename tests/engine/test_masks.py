@@ -77,7 +77,7 @@ def test_a_mask_follows_its_output(workers):
         assert allowed(found.words[0]) == (set(wanted) or {EOS})
 
 
-def test_a_state_that_is_not_the_outputs_is_rebuilt(workers):
+def test_a_grammar_state_of_other_output_is_rebuilt(workers):
     """After a preemption, or when a name is used again: from the tokens alone."""
     take(workers, row(0, DIGITS, "12", name="same"))
     for output in ("1", "", "98", "987"):
@@ -146,7 +146,9 @@ def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypat
         (DIGITS, "x", "does not fit"),
     ],
 )
-def test_what_can_never_have_a_mask_fails_with_its_reason(workers, grammar, output, words):
+def test_a_request_whose_mask_cannot_be_made_fails_with_the_reason(
+    workers, grammar, output, words
+):
     """A wrong grammar, and output that does not fit its grammar; other rows continue."""
     found = take(workers, row(0, grammar, output), row(1, DIGITS, ""), until=2)
     assert words in found.failed[0]

@@ -42,7 +42,7 @@ def check(scored, truth: tuple[list[int], list[float]]) -> None:
         assert len(entry.top_ids) == 3
 
 
-def test_they_are_what_was_thought_when_the_tokens_were_chosen(llm, truth):
+def test_prompt_logprobs_equal_those_of_sampling(llm, truth):
     """Although the whole prompt is cached, it is computed again for them."""
     llm.core.reset_cache()
     for _ in range(2):

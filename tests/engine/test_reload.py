@@ -126,7 +126,7 @@ def test_transfers_end_before_weights_are_read() -> None:
     assert harness.outputs["again"] == expected_tokens(again)
 
 
-def test_newcomers_do_not_keep_the_engine_from_being_idle() -> None:
+def test_new_requests_do_not_keep_the_engine_from_being_idle() -> None:
     """No lookup is sent for a request that arrives during the drain; here storage never
     answers."""
     engine = Reloading(host_blocks=64, stored=make_storage(), held=True)

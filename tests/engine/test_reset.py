@@ -173,11 +173,11 @@ def test_storage_that_fails_refuses_the_reset():
     [
         (("storage",), True, "only be emptied together with device and host"),
         (EVERYTHING, False, "has no storage tier"),
-        (("attic",), True, "give some of device, host, storage"),
+        (("attic",), True, "one or more of device, host, storage; got attic"),
         ((), True, "missing tiers"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_reason(tiers, stored, why):
+def test_an_impossible_reset_is_refused_with_the_reason(tiers, stored, why):
     """And changes nothing."""
     harness = make_harness() if stored else make_harness(stored=None)
 

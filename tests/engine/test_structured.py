@@ -129,7 +129,7 @@ def test_disaggregated_equals_local_with_masks(monkeypatch, truth, llm):
         assert pair.serve(*requests) == truth[:3]
 
 
-def test_a_continued_answer_goes_on_where_its_grammar_was(llm, truth):
+def test_a_resumed_response_continues_at_the_state_of_its_grammar(llm, truth):
     """Another instance that gets the first tokens samples the same rest."""
     whole = truth[0]
     cut = len(whole) // 2
@@ -168,7 +168,7 @@ def test_a_row_with_a_slow_grammar_delays_no_other_row(llm):
         ({"grammar": "start: nothing"}, "nothing"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_in_the_librarys_words(llm, wanted, words):
+def test_an_unsupported_grammar_is_refused_with_the_message_of_the_library(llm, wanted, words):
     """An answer never ignores a part of its schema."""
     with pytest.raises(RequestError, match=words):
         llm.generate("x", PARAMS, structured=StructuredOutput(**wanted))
@@ -189,7 +189,7 @@ def test_what_cannot_be_followed_is_refused_in_the_librarys_words(llm, wanted, w
         {"json": {"enum": ["x" * (1 << 18)]}},
     ],
 )
-def test_what_makes_no_sense_is_refused_before_it_is_compiled(wanted):
+def test_an_invalid_structured_output_is_refused_before_it_is_compiled(wanted):
     """One field, of the right kind, within the limits."""
     with pytest.raises(RequestError):
         StructuredOutput(**wanted).to_grammar()

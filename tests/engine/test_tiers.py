@@ -163,7 +163,7 @@ def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("host_blocks", [1, 2, 5])
-def test_a_host_tier_smaller_than_what_wants_in_comes_to_rest(
+def test_writes_to_a_host_tier_that_is_too_small_come_to_an_end(
     policy: WritePolicy, host_blocks: int
 ) -> None:
     """Lesson 19: blocks that evict each other are written once per use; then the loop

@@ -136,7 +136,7 @@ def test_no_template_is_a_refused_chat(tmp_path):
         ("chat_template.jinja", "{% if %}", "does not compile"),
     ],
 )
-def test_a_bad_folder_is_refused_with_a_sentence(tmp_path, name, content, sentence):
+def test_a_bad_folder_is_refused_with_a_message(tmp_path, name, content, sentence):
     """Lesson 61: an unusable folder raises an error at once that names the wrong file."""
     folder = make_tokenizer_folder(tmp_path)
     (folder / name).unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from headwater.testing.engines import make_echo_info
 from headwater.types import RequestId
 
 
-def test_a_request_survives_the_journey():
+def test_a_request_survives_encoding_and_decoding():
     """Every field of a request arrives; the tokens arrive as a read-only int32 view."""
     params = SamplingParams(
         max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=2**62
@@ -82,7 +82,7 @@ def test_a_request_crosses_as_its_tokens_and_little_more():
     assert len(wire.encode(wire.pack_request(request))) < 4 * 10_000 + 512
 
 
-def test_an_output_survives_the_journey():
+def test_an_output_survives_encoding_and_decoding():
     """Tokens, log-probabilities, usage and reasons arrive as they were."""
     entry = TokenLogprobs(chosen=-0.5, rank=2, top_ids=(1, 2), top_values=(-0.1, -0.5))
     usage = Usage(prompt_tokens=9, cached_tokens=4, by_tier={"device": 4}, computed=5)
@@ -144,7 +144,7 @@ def _unpacked(frame: bytes) -> list[SequenceOutput]:
     return list(wire.unpack_outputs(message))
 
 
-def test_a_refusal_survives_the_journey():
+def test_a_refusal_survives_encoding_and_decoding():
     """The server gets the engine's refusal unchanged."""
     message = wire.Refusal("r", "PromptTooLong", "too long")
     assert wire.decode_from_engine(wire.encode(message)) == message
@@ -157,7 +157,7 @@ def test_a_refusal_survives_the_journey():
         wire.EngineFailed("ModelError", "no such folder"),
     ],
 )
-def test_every_report_survives_the_journey(message):
+def test_every_report_survives_encoding_and_decoding(message):
     """A report of the engine is one line, and the supervisor reads it back."""
     line = wire.encode_line(message)
     assert line.count(b"\n") == 1
@@ -181,7 +181,7 @@ STATS = EngineStats(
         (ReloadWeights("folder"), make_echo_info("folder")),
     ],
 )
-def test_every_control_call_and_its_reply_survive_the_journey(call, result):
+def test_every_control_call_and_its_reply_survive_encoding_and_decoding(call, result):
     """A call arrives with its arguments, and its reply with the type that the call declares."""
     message = wire.decode_to_engine(wire.encode(wire.pack_call(3, call)))
     reply = wire.decode_from_engine(wire.encode(wire.pack_reply(3, result, None)))

@@ -207,7 +207,7 @@ def test_offline_and_not_cached_says_what_to_do(ask: Ask) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_name_is_a_sentence(hub: FakeHub, ask: Ask) -> None:
+def test_an_unknown_name_gets_a_message(hub: FakeHub, ask: Ask) -> None:
     """A model that does not exist and a private one look the same from outside."""
     hub.status = 404
     done = ask("check", NAME)

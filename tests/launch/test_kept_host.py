@@ -161,7 +161,7 @@ def test_another_model_adopts_nothing_and_frees_the_memory():
         assert kept.num_blocks(identity, block_bytes) is None
 
 
-def test_a_record_that_does_not_prove_itself_is_left_out():
+def test_a_record_with_a_wrong_key_is_not_adopted():
     """Neither are the blocks after it, nor blocks after one that was only on the device."""
     scheme = KeyScheme(block_tokens=1)
     root = scheme.root(Namespace())

@@ -38,7 +38,7 @@ def test_a_gpu_gets_steps_by_its_free_memory(free_gib, expected):
     assert choose(free_gib=free_gib)[:2] == expected
 
 
-def test_what_the_operator_gives_wins():
+def test_the_values_of_the_operator_win():
     """The other limit follows, so that both fit each other."""
     assert choose(max_batched_tokens=256) == (256, 256, True)
     assert choose(max_num_seqs=9000) == (9000, 9000, True)

@@ -12,6 +12,6 @@ def test_a_budget_counts_within_its_window():
     assert budget.take(2 * WINDOW_S + 2) == 0
 
 
-def test_a_budget_of_none_refuses_the_first():
+def test_a_budget_of_zero_refuses_the_first_restart():
     """`--max-engine-restarts 0`."""
     assert RestartBudget(0).take(0.0) is None

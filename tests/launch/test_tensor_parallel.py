@@ -63,7 +63,7 @@ def test_every_tier_gives_back_what_the_ranks_put_there(two_ranks: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_sequences_that_do_not_fit_together_are_preempted_and_say_the_same(
+def test_sequences_that_do_not_fit_together_are_preempted_and_give_the_same_tokens(
     two_ranks: LLM, open_engine: Open
 ) -> None:
     """One rank with room for all sequences, two ranks without."""
@@ -115,7 +115,7 @@ def test_a_rank_that_hangs_is_found_by_the_watchdog_and_one_that_dies_at_once(
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_is_one_sentence(folder: Path) -> None:
+def test_a_rank_that_cannot_start_gets_a_message(folder: Path) -> None:
     """The model's heads cannot be split by three: every rank detects it, and one error reports
     it."""
     with pytest.raises(ConfigError, match="3 does not divide the model's 8 attention heads"):

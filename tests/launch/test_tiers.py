@@ -22,7 +22,7 @@ def describe(**settings: Any) -> str:
     return "\n".join(describe_tiers(config, LAYOUT, host_blocks(config, LAYOUT)))
 
 
-def test_no_more_main_memory_than_there_is():
+def test_a_host_tier_above_the_free_memory_is_refused():
     """Lesson 61: reported at start with both sizes, before any memory is allocated, and not
     when the tier has filled."""
     free_gib = free_main_bytes() / (1 << 30)
@@ -30,7 +30,7 @@ def test_no_more_main_memory_than_there_is():
     for size in (free_gib * 1.2, 1e6):
         with pytest.raises(ConfigError, match=r"more than the [0-9.]+ GiB of main memory"):
             host_blocks(EngineConfig(swap_space_gib=size), LAYOUT)
-    with pytest.raises(ConfigError, match="does not hold one block"):
+    with pytest.raises(ConfigError, match="is too small for one block"):
         host_blocks(EngineConfig(swap_space_gib=1e-6), LAYOUT)
     assert host_blocks(EngineConfig(), LAYOUT) == 0
 

@@ -59,7 +59,7 @@ def test_a_policy_begins_half_way_to_its_weights_with_fresh_step_sizes():
     assert (taught._bias_squares == 1).all()
 
 
-def test_what_was_learned_can_be_begun_with(tmp_path):
+def test_saved_weights_can_be_loaded(tmp_path):
     """Saved with a few digits and every trace it was learned from; loaded unchanged."""
     requests = make_shape("mixed", 600, 2)
     learned = replay_cache(requests, 300, eviction="session").learned
@@ -95,7 +95,7 @@ def test_weights_are_not_reported_on_what_they_were_learned_from(tmp_path, capsy
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "learned_from": []}']
 )
-def test_a_file_that_holds_no_weights_is_a_sentence(tmp_path, text):
+def test_a_file_without_weights_gets_a_message(tmp_path, text):
     """A missing file is also an error message."""
     file = tmp_path / "weights.json"
     file.write_text(text)
@@ -129,7 +129,7 @@ def test_only_a_policy_that_learns_can_save(tmp_path, capsys):
     assert not file.exists()
 
 
-def test_flags_that_do_nothing_say_so():
+def test_flags_without_effect_print_a_note():
     """Weights without a policy that uses them, and prefetch without a host tier, are noted."""
     given = frozenset({"--eviction-weights", "--no-prefetch-sessions"})
     idle = idle_settings(EngineConfig(), given)

@@ -16,7 +16,7 @@ CASES = Path(__file__).with_name("alerts.yml")
     shutil.which("promtool") is None,
     reason="needs promtool (Debian: apt-get install prometheus)",
 )
-def test_alerts_tell_of_trouble_and_leave_the_calm_alone(tmp_path):
+def test_alerts_fire_for_problems_only(tmp_path):
     """A quiet day of an instance raises no alert; an instance with every problem raises all."""
     shutil.copy(RULES, tmp_path / RULES.name)
     shutil.copy(CASES, tmp_path / "cases.yml")

@@ -166,7 +166,7 @@ def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
     assert all(consumer.blocks.values())
 
 
-def test_a_restart_is_a_new_life(instance, consumer):
+def test_a_restart_begins_a_new_epoch(instance, consumer):
     """Lesson 71: a consumer of the earlier engine asks with an old sequence number and gets a
     snapshot of the new engine."""
     instance.live(random.Random(1), 6)
@@ -183,7 +183,7 @@ def test_a_restart_is_a_new_life(instance, consumer):
     again.close()
 
 
-def test_salted_prompts_are_not_told(instance, consumer):
+def test_tokens_of_salted_prompts_are_not_published(instance, consumer):
     """Lesson 67: blocks of a salted prompt are counted, but its tokens are in no message."""
     consumer.hear()
     serve(instance.cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
@@ -195,7 +195,7 @@ def test_salted_prompts_are_not_told(instance, consumer):
     assert consumer.blocks == instance.truth()
 
 
-def test_who_cannot_follow_gets_a_snapshot():
+def test_a_consumer_that_is_too_slow_gets_a_snapshot():
     """The loop never waits: if the thread is too slow, a snapshot replaces the events."""
     instance = Instance(max_queued=0)
     consumer = Consumer(instance.publisher.endpoint, instance.publisher.replay_endpoint)
@@ -209,7 +209,7 @@ def test_who_cannot_follow_gets_a_snapshot():
     instance.close()
 
 
-def test_what_waits_for_a_slow_thread_is_bounded():
+def test_the_queue_of_a_slow_publisher_thread_is_bounded():
     """However far the thread is behind, the queue has at most `max_queued` batches, and one
     snapshot is made when it has caught up."""
     gate = threading.Event()
@@ -248,7 +248,7 @@ def test_what_waits_for_a_slow_thread_is_bounded():
     assert num_snapshots >= 1
 
 
-def test_a_long_batch_says_the_same_as_a_short_one():
+def test_a_long_batch_gives_the_tokens_of_a_short_one():
     """Events of bounded size, with chained parents: a reader ends with the same blocks and
     tokens."""
     keys = [BlockKey(hashlib.sha256(bytes([n % 256, n // 256])).digest()) for n in range(1000)]
@@ -276,7 +276,7 @@ def test_a_long_batch_says_the_same_as_a_short_one():
     assert (long.events[0], long.events[-1]) == (short.events[0], short.events[-1])
 
 
-def test_nonsense_is_ignored(instance, consumer):
+def test_malformed_replay_requests_are_ignored(instance, consumer):
     """A malformed replay request gets no answer, and nothing else is affected."""
     context = zmq.Context()
     for frames in ([b""], [b"", b"x"], [b"x", bytes(8)], [b"", bytes(8), b""], [bytes(1000)]):
@@ -291,7 +291,7 @@ def test_nonsense_is_ignored(instance, consumer):
     assert consumer.blocks == instance.truth()
 
 
-def test_a_taken_port_is_a_sentence(instance):
+def test_a_port_in_use_gets_a_message(instance):
     """Lesson 60: reported at start, with the address."""
     with pytest.raises(ConfigError, match="cannot bind"):
         Instance(instance.publisher.endpoint)

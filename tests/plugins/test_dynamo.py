@@ -30,7 +30,7 @@ async def collect(engine, tokens, **options):
 
 
 @pytest.mark.slow
-def test_a_worker_answers_reports_its_load_and_names_its_events():
+def test_a_dynamo_worker_serves_reports_its_load_and_publishes_events():
     """Tokens, usage with cached tokens, block size for the router, and a private event socket."""
 
     async def scenario():

@@ -177,7 +177,7 @@ def test_another_element_type_or_layout_finds_nothing(make_backend):
         ({"read_timeout": 1}, "did you mean 'read_timeout_s'"),
     ],
 )
-def test_what_is_unknown_or_not_supported_is_refused(make_backend, settings, message):
+def test_unknown_and_unsupported_settings_are_refused(make_backend, settings, message):
     """At the start, with what to do."""
     with pytest.raises(ConfigError, match=message):
         make_backend(**settings)

@@ -26,7 +26,7 @@ def test_shared_prefixes_come_first_then_the_most_used_then_short_prompts_from_t
     assert order.pop() is None
 
 
-def test_what_is_least_likely_to_return_is_dropped_at_the_bound():
+def test_the_entries_least_likely_to_return_are_dropped_at_the_bound():
     """The bound holds, and every dropped block is counted."""
     order: WriteOrder[str] = WriteOrder(4)
     assert order.add("returned", count=2, rank=rank(uses=2)) == []

@@ -36,7 +36,7 @@ def test_a_perfect_hint_says_whether_the_session_goes_on():
     ]
 
 
-def test_what_many_sessions_begin_with_is_nobodys_session():
+def test_a_prefix_of_many_sessions_belongs_to_no_session_of_a_trace():
     """A shared beginning is used again and again, whatever happens to one session."""
     requests = [make_request([0, 10 + n, 40 + n]) for n in range(20)]
 
@@ -91,7 +91,7 @@ def test_knowing_whether_sessions_return_closes_most_of_the_gap():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capacity", [300, 1_500, 6_000])
-def test_session_is_not_worse_than_lru_on_shapes_nobody_looked_at(shape, capacity):
+def test_session_is_not_worse_than_lru_on_unseen_shapes(shape, capacity):
     """At least LRU minus 0.3 points, without initial weights: also for loops, scans and changed
     habits."""
     requests = make_shape(shape, 2_500, seed=21)

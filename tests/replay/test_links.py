@@ -57,7 +57,7 @@ def test_three_copies_of_different_sizes():
     assert [end for end, _ in ends] == pytest.approx([1.0, 5 / 3, 2.0])
 
 
-def test_beyond_its_places_copies_wait_in_line():
+def test_copies_above_the_limit_of_a_link_wait_in_order():
     """With one place they follow each other, and waiting is not counted as moving."""
     ends, _ = run_link(LinkCost(bytes_s=100, max_jobs=1), [(0.0, 100), (0.0, 100), (0.5, 50)])
 

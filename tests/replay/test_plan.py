@@ -66,7 +66,7 @@ def test_a_grid_tries_every_combination_that_makes_sense():
         many.configs(make_config())
 
 
-def test_the_edge_is_what_nothing_beats_for_its_price():
+def test_the_front_has_the_plans_that_no_other_beats_for_its_price():
     """By hand: the expensive slow one is not on the front, nor is one that costs more for the
     same."""
     points = [make_point(*pair) for pair in ((1, 900), (2, 500), (3, 600), (4, 500), (5, 100))]
@@ -204,7 +204,7 @@ def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
         (["--limit", "0"], "--limit"),
     ],
 )
-def test_mistakes_are_sentences(trace, flags, message, capsys):
+def test_mistakes_in_settings_get_a_message(trace, flags, message, capsys):
     """Before any process starts."""
     assert main(["plan", trace, *flags]) == 1
     assert message in capsys.readouterr().err

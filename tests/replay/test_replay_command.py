@@ -66,7 +66,7 @@ def test_the_table_says_where_tokens_came_from(trace, capsys):
     assert printed.err == ""
 
 
-def test_roles_are_told(trace, capsys):
+def test_the_report_has_the_roles_and_their_hand_offs(trace, capsys):
     """Hand-offs in the table and in the JSON."""
     assert main(["replay", trace, "--pd", "1:2"]) == 0
     printed = capsys.readouterr().out
@@ -94,7 +94,7 @@ def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys
 
 
 @pytest.mark.parametrize("command", ["replay", "plan"])
-def test_without_matplotlib_it_is_said_what_to_install(
+def test_without_matplotlib_the_message_names_the_package(
     command, trace, tmp_path, capsys, monkeypatch
 ):
     """Before the simulation, which may take minutes."""
@@ -121,7 +121,7 @@ def test_without_matplotlib_it_is_said_what_to_install(
         (["--calibrate", "absent.json"], "cannot read"),
     ],
 )
-def test_mistakes_are_sentences(trace, flags, message, capsys):
+def test_mistakes_in_settings_get_a_message(trace, flags, message, capsys):
     """One line on standard error, exit code 1."""
     assert main(["replay", trace, *flags]) == 1
     printed = capsys.readouterr()
@@ -249,9 +249,9 @@ def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
     path = tmp_path / "result.json"
     for text, message in (
         ("{}", "has no figures for the cost model"),
-        ("[]", "not one JSON object"),
+        ("[]", "must be one JSON object"),
         ("{", "is not JSON"),
-        ('{"rows": [{"engine": "headwater"}]}', "not as expected"),
+        ('{"rows": [{"engine": "headwater"}]}', "missing or has the wrong type"),
     ):
         path.write_text(text)
         assert main(["replay", trace, "--calibrate", str(path)]) == 1

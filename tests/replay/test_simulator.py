@@ -128,7 +128,7 @@ def test_every_token_has_a_source_and_every_miss_a_reason():
     assert report["token_hit"] <= report["token_hit_ceiling"] < 1
 
 
-def test_time_is_what_the_costs_say():
+def test_simulated_time_follows_the_cost_model():
     """One request alone, by hand: 128 + 32 tokens in two steps, then three tokens more."""
     step = make_machine().step
     report = replay([TraceRequest(list(range(10)), 160, 4, 5.0, 16)])
@@ -160,7 +160,7 @@ def test_goodput_counts_the_requests_that_kept_every_bound():
     assert slo["bounds"]["itl_p99"]["met"]
 
 
-def test_a_bound_that_is_none_is_explained():
+def test_an_invalid_slo_gets_a_message_with_an_example():
     """With an example."""
     for wrong in ("ttft=2s", "ttft_p99=2", "p99=2s", "ttft_p99<2s"):
         with pytest.raises(ConfigError, match="for example"):
@@ -168,7 +168,7 @@ def test_a_bound_that_is_none_is_explained():
     assert [bound.limit_s for bound in parse_slo("ttft_p99=2s,itl_p50=1.5ms")] == [2.0, 0.0015]
 
 
-def test_what_does_not_fit_is_refused_and_counted():
+def test_a_prompt_that_does_not_fit_is_refused_and_counted():
     """A prompt longer than the device is refused, and delays no other request."""
     requests = [TraceRequest(list(range(200)), 3200, 5, 0.0, 16), *make_small_trace(5)]
     report = replay(requests)
@@ -269,10 +269,10 @@ def test_impossible_deployments_are_refused():
     for changes, message in (
         ({"num_instances": 0}, "cannot serve"),
         ({"storage_gib": 1.0}, "needs a host tier"),
-        ({"host_gib": -1.0}, "is a size"),
-        ({"device_gib": 0.0}, "does not hold one block"),
+        ({"host_gib": -1.0}, "must be a size"),
+        ({"device_gib": 0.0}, "is too small for one block"),
         ({"router": "nearest"}, "unknown policy"),
-        ({"num_instances": 2, "num_prefill": 2}, "cannot be prefill instances"),
+        ({"num_instances": 2, "num_prefill": 2}, "must decode, got 2 prefill instances"),
     ):
         with pytest.raises(ConfigError, match=message):
             Simulator(make_config(**changes), [])

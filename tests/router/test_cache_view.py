@@ -77,7 +77,7 @@ def test_a_snapshot_closes_any_gap():
     assert view.blocks("GPU") == {7, 8}
 
 
-def test_a_number_from_the_beginning_is_another_life():
+def test_sequence_numbers_that_restart_mean_a_new_engine():
     """Lesson 71: the view of the earlier engine is degraded at once."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))

@@ -113,7 +113,7 @@ def test_a_router_killed_while_a_stream_goes_through_it(cluster, prompt, num_eve
     check(cluster, prompt)
 
 
-def test_a_request_that_is_given_back_goes_on_elsewhere(cluster, prompt):
+def test_a_returned_request_continues_on_another_instance(cluster, prompt):
     """Lesson 55: preempted, without room for three terms, and given back to the router: another
     instance continues after its last token, and the client sees one stream."""
     prompt = prompt[:160]
@@ -148,7 +148,7 @@ def test_a_router_killed_while_a_stream_is_taken_up_elsewhere(cluster, prompt):
 
 
 @pytest.mark.nightly
-def test_a_request_that_is_given_back_goes_on_there_where_there_is_no_other(cluster, prompt):
+def test_a_returned_request_continues_on_its_instance_if_there_is_no_other(cluster, prompt):
     """Lesson 55: after the request that preempted it, without an error."""
     (home,), prompt = cluster.decoding, prompt[:160]
     cluster.ask(prompt=prompt, max_tokens=1)

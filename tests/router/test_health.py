@@ -56,7 +56,7 @@ def test_an_instance_that_hangs_loses_its_requests():
     run(scenario, **QUICK_LOSS)
 
 
-def test_an_instance_whose_engine_hangs_says_nothing_for_it():
+def test_an_instance_whose_engine_hangs_does_not_count_as_alive():
     """Lesson 52: its HTTP server still answers, but that does not count; a stream continues
     elsewhere, and the instance returns with its engine."""
 
@@ -102,7 +102,7 @@ def test_a_draining_instance_gets_nothing_new():
     run(scenario)
 
 
-def test_a_router_that_comes_late_hears_who_drains():
+def test_a_router_that_starts_late_learns_which_instances_drain():
     """Lesson 59: an instance that is draining registers as such, for its running requests."""
 
     async def scenario(harness):
@@ -118,7 +118,7 @@ def test_a_router_that_comes_late_hears_who_drains():
     run(scenario)
 
 
-def test_a_restarted_instance_is_another():
+def test_a_restarted_instance_counts_as_a_new_one():
     """Lesson 71: with a new epoch the earlier view is dropped."""
 
     async def scenario(harness):

@@ -145,7 +145,7 @@ def test_a_gap_beyond_the_buffer_is_a_snapshot():
     asyncio.run(scenario())
 
 
-def test_nonsense_puts_the_view_in_doubt_and_nothing_else():
+def test_a_malformed_message_degrades_the_view_and_nothing_else():
     """Lesson 18: a malformed message counts as a gap and does not end the router."""
 
     async def scenario():

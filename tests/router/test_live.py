@@ -310,7 +310,7 @@ def test_a_stopped_instance_drains(cluster):
     assert router.stop() == 0
 
 
-def test_up_says_what_cannot_be():
+def test_up_refuses_impossible_clusters_with_a_message():
     """A cluster without instances, or with only one role of a pair, is refused with a
     message."""
     for arguments, sentence in [

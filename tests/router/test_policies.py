@@ -67,7 +67,7 @@ def test_a_quiet_cluster_keeps_a_conversation_together():
     assert choose("cache_aware", 9_500, *others, home) == "home"
 
 
-def test_work_is_forgotten_with_time():
+def test_recent_work_decays_with_time():
     """To a third after the mean life."""
     work = RecentWork()
     work.add(1000, now=5.0)

@@ -62,7 +62,7 @@ def test_a_long_prompt_gets_a_pair_and_a_short_one_does_not():
     assert known.pair(PromptPath()) == ("d", "p")  # a prompt that cannot be tokenized here
 
 
-def test_a_swamped_prefill_instance_is_helped_by_who_has_less_to_do():
+def test_an_overloaded_prefill_instance_is_helped_by_one_with_less_work():
     """Lesson 56: it keeps its work, and gets more when it has caught up."""
     known = KnownInstances(p="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
@@ -80,7 +80,7 @@ def test_another_prefill_instance_comes_before_help():
     assert known.pair() == ("d", "q")
 
 
-def test_who_is_tried_draining_or_silent_is_passed_over():
+def test_tried_draining_and_silent_instances_are_skipped():
     """For either role; without an instance that can serve there is no route."""
     known = KnownInstances(p="prefill", q="prefill", d="decode", e="decode")
     known.registry.drain("p")

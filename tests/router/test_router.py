@@ -104,7 +104,7 @@ def test_a_conversation_stays_where_its_blocks_are(salt):
 
 
 @pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()], ids=["asked", "own"])
-def test_chats_stay_too_whoever_tokenises(tokenizer):
+def test_chats_stay_at_their_instance_with_and_without_a_tokenizer_at_the_router(tokenizer):
     """With the model's tokenizer or an instance's: the same tokens, so the same blocks."""
 
     async def scenario(harness):
@@ -164,7 +164,7 @@ def test_round_robin_takes_turns():
     run(scenario, policy="round_robin")
 
 
-def test_an_instance_with_another_token_is_refused_with_a_sentence():
+def test_an_instance_with_another_token_is_refused_with_a_message():
     """A wrong token ends the start of the instance."""
 
     async def scenario(harness):
@@ -245,7 +245,7 @@ def test_without_events_load_decides():
     run(scenario)
 
 
-def test_strangers_are_bounded():
+def test_requests_without_the_token_are_limited():
     """Lesson 66 and 68: no registration without the token; malformed and too large requests are
     4xx; internal headers of clients are not forwarded."""
 
@@ -287,7 +287,7 @@ def test_strangers_are_bounded():
     run(scenario, max_body_bytes=1_000_000)
 
 
-def test_no_more_requests_than_may_be():
+def test_requests_above_the_limit_are_a_429():
     """Lesson 68: above the limit there is an immediate 429."""
 
     async def scenario(harness):
@@ -306,7 +306,7 @@ def test_no_more_requests_than_may_be():
     run(scenario, max_requests=1)
 
 
-def test_metrics_say_who_was_chosen_and_why():
+def test_metrics_name_the_chosen_instance_and_the_reason():
     """Counters by instance and trust; gauges of the state of each."""
 
     async def scenario(harness):

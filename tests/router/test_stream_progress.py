@@ -88,7 +88,7 @@ def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, b
 @pytest.mark.parametrize(
     ("mark", "error"), [(FAILED, InstanceFailed), (RETURNED, InstanceFull)]
 )
-def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, error):
+def test_the_last_piece_of_a_failed_instance_is_dropped(mark, error):
     """Output in its last piece is dropped and generated again by the next instance."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[1], seed=SEED)) + event("a"))
@@ -107,7 +107,7 @@ def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, erro
 
 
 @pytest.mark.parametrize("index", [-1, 1])
-def test_a_choice_that_there_is_not_is_nonsense(index):
+def test_an_unknown_choice_index_raises(index):
     """A broken instance is abandoned, not trusted."""
     with pytest.raises(ValueError, match="of choice"):
         StreamProgress().strip(
@@ -115,7 +115,7 @@ def test_a_choice_that_there_is_not_is_nonsense(index):
         )
 
 
-def test_what_a_client_told_itself_is_kept():
+def test_tokens_that_the_client_sent_are_kept():
     """It may have got the beginning of its answer elsewhere."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c"))
@@ -150,7 +150,7 @@ def test_tokens_that_show_nothing_are_known_too():
     assert json.loads(progress.body(b"{}"))[FIELD][0]["token_ids"] == [3, 4]
 
 
-def test_an_event_without_its_tokens_cannot_be_gone_on_after():
+def test_a_stream_cannot_continue_after_an_event_without_tokens():
     """Then a broken stream can only be ended."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c") + event("d"))

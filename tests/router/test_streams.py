@@ -50,7 +50,7 @@ MANY = {"n": 3, "logprobs": 1, "presence_penalty": 0.5, "stop": ["q", "Qm"]}
         ("/v1/chat/completions", MANY | {"logprobs": True, "top_logprobs": 2}),
     ],
 )
-def test_a_stream_that_breaks_goes_on_elsewhere(path, extra, how):
+def test_a_broken_stream_continues_on_another_instance(path, extra, how):
     """Token by token, as if undisturbed, for any number of choices and options; internal marks
     never reach a client."""
 
@@ -106,7 +106,7 @@ def test_many_streams_go_on_at_once():
     run(scenario)
 
 
-def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
+def test_a_stream_that_no_instance_can_continue_ends_with_a_typed_error():
     """Lesson 53: tokens were streamed and no instance is left to continue; the client gets one
     error in the stream."""
 
@@ -147,7 +147,7 @@ class GivingBack:
 
 
 @pytest.mark.parametrize(("times", "num_instances"), [(1, 2), (7, 1)])
-def test_what_is_given_back_goes_on(times, num_instances):
+def test_a_returned_request_continues(times, num_instances):
     """Lesson 55: on another instance, or on the same one if there is no other, as long as it
     makes progress; the instance has not failed and gets other requests."""
 
@@ -191,7 +191,7 @@ def test_events_are_passed_on_as_they_come():
     run(scenario)
 
 
-def test_a_client_that_leaves_ends_its_request_at_the_instance():
+def test_a_disconnected_client_ends_its_request_at_the_instance():
     """Lesson 58: no instance generates for a client that is gone."""
 
     async def scenario(harness):

@@ -57,7 +57,7 @@ def test_few_sequences_get_no_rows() -> None:
     assert len(rows.sequences) == 0
 
 
-def test_a_batch_tells_the_tokens_known_when_it_was_scheduled() -> None:
+def test_a_batch_has_the_tokens_known_when_it_was_scheduled() -> None:
     """Histories are read late; steps that were collected meanwhile do not change them."""
     harness = Harness(num_blocks=100)
     request = make_request("a", make_prompt(10), max_tokens=RECENT_TOKENS + 9)

@@ -96,7 +96,7 @@ def test_a_carried_token_is_the_one_that_was_chosen() -> None:
         (make_batch([7], step=1, table=(0,), name="b"), "in flight"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused(batch: ScheduledBatch, complaint: str) -> None:
+def test_an_invalid_batch_is_refused(batch: ScheduledBatch, complaint: str) -> None:
     """Steps out of order, empty rows, and slots that another sequence still uses."""
     runner = make_runner(depth=2)
     runner.submit(make_batch([1, 2]))

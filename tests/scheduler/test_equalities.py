@@ -148,7 +148,9 @@ def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> Non
 @pytest.mark.slow
 @search(examples=100)
 @given(case=cases(with_aborts=True))
-def test_an_abort_at_any_step_returns_every_slot_and_disturbs_nobody(case: Case) -> None:
+def test_an_abort_at_any_step_returns_every_slot_and_disturbs_no_other_request(
+    case: Case,
+) -> None:
     """Lesson 58: after any abort at any time, the tokens of the others are exact and no slot is
     lost."""
     case.play()

@@ -76,7 +76,7 @@ def test_a_long_prefix_is_split_where_time_runs_out():
     assert (choice.num_blocks, choice.reason) == (30, "split")
 
 
-def test_latency_makes_short_loads_dear():
+def test_latency_makes_short_loads_expensive():
     """One block is not worth a round trip in which it could be computed three times."""
     far = LinkRate(0.03, 0.0001)
 
@@ -84,7 +84,7 @@ def test_latency_makes_short_loads_dear():
     assert make_choice(LowerTierMatch(storage=9), host=FAST, storage=far).num_blocks == 9
 
 
-def test_a_queue_counts():
+def test_queued_blocks_are_part_of_the_price():
     """Blocks that the link must transfer first are part of the price."""
     assert make_choice(LowerTierMatch(host=4), host=FAST).num_blocks == 4
     assert (
@@ -140,7 +140,7 @@ def test_a_load_may_take_as_long_as_the_backlog_and_the_longest_wait():
     assert (short.num_blocks, behind.num_blocks) == (0, 8)
 
 
-def test_the_unmeasured_is_tried():
+def test_a_link_without_measurements_is_tried():
     """Otherwise it would never be measured."""
     assert make_choice(LowerTierMatch(host=4), prefill=None, host=SLOW).reason == "unmeasured"
     assert make_choice(LowerTierMatch(4, 4)).num_blocks == 8

@@ -56,7 +56,7 @@ def make_measured(*, token_s: float, block_s: float, **options: Any) -> Harness:
     return harness
 
 
-def test_cheaper_to_compute_is_computed_and_said():
+def test_a_prefix_that_is_cheaper_to_compute_is_computed_and_reported():
     """Lessons 45, 63: nothing is copied, and the usage says `recompute_cheaper` with prices."""
     harness = make_measured(token_s=1e-6, block_s=1.0)
 
@@ -130,7 +130,7 @@ def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
     assert usage.miss_reason == "timeout"
 
 
-def test_a_request_may_say_otherwise():
+def test_a_request_may_override_the_load_policy():
     """The settings price and compute; a request with its own policy loads, others do not."""
     harness = make_measured(token_s=1e-6, block_s=1.0)
 
@@ -167,13 +167,13 @@ def test_a_request_may_have_its_own_deadline():
 
 
 @pytest.mark.parametrize("field", [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}])
-def test_an_impossible_wish_is_refused(field):
+def test_an_invalid_load_option_is_refused(field):
     """With the field's name, before anything is sent."""
     with pytest.raises(RequestError, match=next(iter(field))):
         replace(make_request("a", PROMPT), **field)
 
 
-def test_who_only_waits_for_an_answer_keeps_nobody_busy():
+def test_the_loop_sleeps_while_requests_wait_for_a_lookup():
     """Lesson 45: the lookup is sent in the first turn, and the loop sleeps until the answer has
     come or is late; after an empty answer the step follows."""
     harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage())
@@ -189,7 +189,7 @@ def test_who_only_waits_for_an_answer_keeps_nobody_busy():
     assert harness.names() == ["a"]
 
 
-def test_best_effort_does_not_sleep_over_its_question():
+def test_best_effort_does_not_sleep_until_the_lookup_ends():
     """Lesson 45: it waits for nothing, so the loop has work."""
     settings = {"load_policy": "best_effort"}
     harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage(), settings=settings)
@@ -330,7 +330,7 @@ def test_without_room_on_the_host_storage_is_a_miss():
     harness.check_empty()
 
 
-def test_what_memory_has_is_not_asked_for():
+def test_blocks_in_memory_are_not_looked_up_in_storage():
     """Lesson 25: a full hit costs storage nothing."""
     harness = make_stored()
     harness.run(make_request("a", PROMPT, max_tokens=1))
@@ -342,7 +342,7 @@ def test_what_memory_has_is_not_asked_for():
     assert len(harness.workers.started) == asked
 
 
-def test_too_short_a_prompt_asks_nobody():
+def test_too_short_a_prompt_starts_no_lookup():
     """Lesson 65: less than a block can never be found."""
     harness = make_stored()
 
@@ -352,7 +352,7 @@ def test_too_short_a_prompt_asks_nobody():
     assert harness.usages["a"].miss_reason == "too_short"
 
 
-def test_a_load_takes_device_slots_only_for_whoever_fits():
+def test_a_load_takes_device_slots_only_for_requests_that_fit():
     """Lessons 31, 36: a blocked head neither loads nor evicts what runs."""
     harness = make_harness()
     harness.add(make_request("long", make_prompt(40, family=2), max_tokens=20))

@@ -169,7 +169,7 @@ def test_a_chunk_takes_what_the_step_has() -> None:
     assert not budget.has_room
 
 
-def test_a_budget_without_places_has_no_room() -> None:
+def test_a_step_budget_without_places_is_full() -> None:
     """Tokens alone do not let a new sequence start."""
     budget = StepBudget(num_tokens=10, num_places=1)
     assert budget.has_room

@@ -26,7 +26,7 @@ def step_until_preempted(harness: Harness) -> int:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_newest_gives_way_and_the_oldest_is_never_disturbed(depth: int) -> None:
+def test_the_newest_is_preempted_and_the_oldest_never(depth: int) -> None:
     """Lesson 36: the oldest runs in every step from its first to its last."""
     harness = Harness(num_blocks=20, depth=depth)
     harness.add(*make_crowd(4))
@@ -38,7 +38,7 @@ def test_the_newest_gives_way_and_the_oldest_is_never_disturbed(depth: int) -> N
     assert next(iter(harness.reasons)) == "r0"
 
 
-def test_the_lowest_priority_gives_way() -> None:
+def test_the_lowest_priority_is_preempted() -> None:
     """Lesson 36: under the `priority` policy, even if it is the oldest."""
     harness = Harness(num_blocks=20, settings={"policy": "priority"})
     crowd = [
@@ -143,7 +143,7 @@ def test_a_request_that_finishes_after_preemption_is_released_once(depth: int) -
 
 
 @pytest.mark.parametrize("ends_by", ["abort", "length"])
-def test_nobody_gives_way_when_a_step_in_flight_makes_room(ends_by: str) -> None:
+def test_no_sequence_is_preempted_when_a_step_in_flight_frees_slots(ends_by: str) -> None:
     """With two steps in flight, a sequence that needs a block waits for one that is ending."""
     probe = Harness(num_blocks=12, depth=2)
     probe.add(*make_crowd(2))
@@ -165,7 +165,7 @@ def test_nobody_gives_way_when_a_step_in_flight_makes_room(ends_by: str) -> None
     assert harness.outputs["r1"] == expected_tokens(new)
 
 
-def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
+def test_no_sequence_is_admitted_in_the_step_that_preempts() -> None:
     """Lesson 36: no cycle of preemption and admission: the freed blocks go to the sequences
     that needed them."""
     harness = Harness(num_blocks=20)

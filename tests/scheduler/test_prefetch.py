@@ -92,7 +92,7 @@ def test_a_session_comes_up_from_storage_in_two_steps():
     engine.check_idle()
 
 
-def test_nothing_is_brought_up_for_a_session_that_is_over():
+def test_nothing_is_prefetched_for_a_closed_session():
     """A session that was closed, or has already returned, is not expected any more."""
     engine = make_engine()
     park(engine)
@@ -103,7 +103,7 @@ def test_nothing_is_brought_up_for_a_session_that_is_over():
     assert num_loads(engine) == 0
 
 
-def test_a_setting_turns_it_off():
+def test_a_setting_turns_prefetching_off():
     """Then hints still count for eviction, but cause no loads."""
     engine = make_engine(settings={"prefetch_sessions": False})
     park(engine)
@@ -113,7 +113,7 @@ def test_a_setting_turns_it_off():
     assert num_loads(engine) == 0
 
 
-def test_nothing_is_brought_up_while_somebody_waits_for_room():
+def test_nothing_is_prefetched_while_a_sequence_waits_for_slots():
     """Waiting requests come before expected sessions. The session is tried again until its
     time, and finds its blocks on the host if there was never room."""
     engine = make_engine(settings={"max_num_seqs": 1})
@@ -134,7 +134,7 @@ def test_nothing_is_brought_up_while_somebody_waits_for_room():
     engine.check_idle()
 
 
-def test_little_is_on_its_way_at_once():
+def test_prefetches_in_flight_are_bounded():
     """At most an eighth of the device's blocks; a longer session comes in parts."""
     engine = make_engine(num_blocks=24, held=True, write_policy=WritePolicy.WRITE_THROUGH)
     hint = Hint(returns_in_s=10.0)

@@ -10,7 +10,7 @@ CHUNKED = {"max_num_seqs": 8, "max_batched_tokens": 16}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_newcomer_waits_for_the_prefix_and_then_finds_it(depth: int) -> None:
+def test_a_new_request_waits_for_the_prefix_and_then_finds_it(depth: int) -> None:
     """The shared blocks are computed once; a waiter holds nothing meanwhile."""
     harness = Harness(depth=depth, settings=CHUNKED)
     first, second = make_request("a", make_prompt(40)), make_request("b", make_prompt(42))

@@ -53,7 +53,7 @@ def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
 
 
 @given(st.lists(st.booleans(), max_size=12))
-def test_the_one_just_given_may_leave(leaves) -> None:
+def test_the_sequence_just_returned_may_be_removed(leaves) -> None:
     """Admission iterates over the queue and removes from it; no sequence is seen twice or
     missed."""
     queue = WaitingQueue()
@@ -121,7 +121,7 @@ def test_a_step_costs_the_same_however_many_wait(kind: str) -> None:
     assert long[1] - short[1] < 8 * 1000  # bytes; a copy of the line would have 8 each
 
 
-def test_those_who_wait_for_others_are_looked_past_only_so_far() -> None:
+def test_a_bounded_number_of_sequences_that_wait_for_a_prefix_is_examined() -> None:
     """Beyond four for each place the queue is not examined; when their prefix is ready, all are
     served."""
     harness = make_line("following", 100)

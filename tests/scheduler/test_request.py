@@ -39,10 +39,10 @@ def test_numbers_outside_their_bounds_are_refused(name):
         ({"logprobs": -1}, "logprobs must be at least 0"),
         ({"top_p": 0.0}, "top_p must be more than 0"),
         ({"logit_bias": {3: math.nan}}, "logit_bias must be between -100 and 100, got nan"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens 9 is more than the 8"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9 and max_tokens is 8"),
     ],
 )
-def test_what_cannot_work_is_a_sentence(asked, sentence):
+def test_invalid_sampling_parameters_get_a_message(asked, sentence):
     """Counts, biases, and fields that contradict each other."""
     with pytest.raises(RequestError, match=sentence):
         SamplingParams(**asked)
@@ -106,7 +106,7 @@ def resumed_request(num_resumed_tokens, *, num_tokens=8, max_tokens=10):
 
 
 @pytest.mark.parametrize(("num_resumed_tokens", "max_tokens"), [(-1, 5), (4, 5), (3, 3)])
-def test_no_more_can_be_said_than_there_is_or_may_be(num_resumed_tokens, max_tokens):
+def test_resumed_tokens_have_bounds(num_resumed_tokens, max_tokens):
     """Resumed tokens cannot exceed the tokens or the limit; at least one token must be left."""
     with pytest.raises(RequestError, match="output"):
         length_end(
@@ -114,7 +114,7 @@ def test_no_more_can_be_said_than_there_is_or_may_be(num_resumed_tokens, max_tok
         )
 
 
-def test_what_was_said_counts_towards_the_length():
+def test_resumed_tokens_count_towards_the_length():
     """Three of ten tokens exist, so seven more are generated."""
     assert length_end(resumed_request(3), 100) == 15
     assert length_end(resumed_request(3), 12) == 12

@@ -161,7 +161,7 @@ def test_the_pool_ends_an_output_that_fills_it(depth: int) -> None:
     assert harness.scheduler.stats().num_preemptions == 0
 
 
-def test_what_can_never_be_served_is_refused_at_once() -> None:
+def test_requests_that_can_never_be_served_are_refused_at_once() -> None:
     """Too long, empty, without output, or with the id of a running request; nothing is kept."""
     harness = Harness(num_blocks=4, settings={"max_model_len": 100})
     harness.add(make_request("a", make_prompt(16)))
@@ -300,7 +300,7 @@ def test_priority_runs_first_and_arrival_decides_among_equals() -> None:
     assert order == {"priority": "bdca", "fcfs": "abcd"}
 
 
-def test_pause_admits_nobody_and_aborts_still_work() -> None:
+def test_a_paused_scheduler_admits_no_sequence_and_still_aborts() -> None:
     """Lesson 58: a pause stops only admission; the loop continues and running requests end."""
     harness = Harness()
     harness.add(make_request("a", make_prompt(5)))
@@ -341,7 +341,7 @@ def test_preempted_sequences_resume_while_paused(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_reset_under_load_forgets_and_disturbs_nobody(depth: int) -> None:
+def test_reset_under_load_empties_the_cache_and_disturbs_no_request(depth: int) -> None:
     """Lesson 59: running sequences keep their blocks; nothing old is found afterwards."""
     requests = [
         make_request(f"r{n}", make_prompt(20, family=n), max_tokens=20) for n in range(3)
@@ -396,7 +396,7 @@ def test_a_name_can_be_used_again_at_once_after_an_abort() -> None:
     harness.check_empty()
 
 
-def test_steps_are_taken_in_in_order() -> None:
+def test_steps_are_collected_in_order() -> None:
     """A result of another step, or a third step in flight, violates an invariant."""
     harness = Harness()
     harness.add(make_request("a", make_prompt(4)))

@@ -145,7 +145,7 @@ def test_half_open_connections_do_not_keep_others_out():
     run(scenario, max_connections=8)
 
 
-def test_a_stream_goes_on_when_strangers_take_every_connection():
+def test_a_stream_continues_when_idle_clients_take_every_connection():
     """Only connections without a request are closed for new ones."""
 
     async def scenario(live):

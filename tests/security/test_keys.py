@@ -206,7 +206,7 @@ def test_the_file_is_read_again_when_it_changes(tmp_path):
         ([{"name": "a b", "key": ALICE}], "matching regex"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused_at_start(tmp_path, keys, words):
+def test_an_invalid_file_is_refused_at_start(tmp_path, keys, words):
     """The message names the file and what is wrong with it."""
     with pytest.raises(ConfigError, match=words):
         KeyRing(None, write(tmp_path / "keys.json", *keys), VirtualClock())

@@ -119,7 +119,7 @@ def test_every_listener_is_on_loopback(listeners):
     assert {address for address, _ in http + others} <= {"127.0.0.1", "::1"}
 
 
-def test_http_listeners_refuse_strangers(listeners):
+def test_http_listeners_refuse_unauthenticated_clients(listeners):
     """No registration without the token, no control from web pages, no foreign Host."""
     for address, port in listeners[0]:
         url = f"http://{address}:{port}"
@@ -133,7 +133,7 @@ def test_http_listeners_refuse_strangers(listeners):
         assert named.status_code == 421
 
 
-def test_other_listeners_answer_nobody_without_the_secret(cluster, listeners):
+def test_other_listeners_refuse_clients_without_the_secret(cluster, listeners):
     """Peers, block links, KV events and ranks: a stranger gets no prompt, no block and no event,
     and the cluster goes on."""
     others = listeners[1]

@@ -81,7 +81,7 @@ def test_logprobs_are_one_object_a_token():
     run(scenario)
 
 
-def test_content_may_be_text_parts():
+def test_the_content_of_a_message_may_be_text_parts():
     """Text parts are joined into one text; the prompt is the same."""
 
     async def scenario(harness):
@@ -171,7 +171,7 @@ def test_prompt_and_reply_ids_are_returned_when_asked():
         ({"logprobs": 3}, "logprobs"),
     ],
 )
-def test_what_is_not_served_is_a_400_that_names_the_field(fields, param):
+def test_an_unsupported_field_is_a_400_that_names_it(fields, param):
     """Known but not supported, or invalid: in both cases the client learns which field."""
 
     async def scenario(harness):
@@ -192,7 +192,7 @@ def test_what_is_not_served_is_a_400_that_names_the_field(fields, param):
         {"messages": [{"role": "user", "content": "x", "name": "me", "extra": 1}]},
     ],
 )
-def test_what_asks_for_nothing_special_is_accepted(fields):
+def test_fields_without_effect_are_accepted(fields):
     """Values without effect for known fields, and unknown fields."""
 
     async def scenario(harness):

@@ -217,7 +217,7 @@ def test_broken_characters_never_reach_a_stream_in_halves():
     run(scenario)
 
 
-def test_choices_of_one_stream_never_overtake_its_beginning():
+def test_no_choice_of_a_stream_is_sent_before_its_status_line():
     """However slow the connection is, the status line is sent before any event."""
 
     async def scenario(harness):

@@ -56,7 +56,7 @@ def answers(events):
         {"frequency_penalty": 1.0, "stream_options": {"include_usage": True}},
     ],
 )
-def test_an_answer_goes_on_after_any_token(extra):
+def test_a_response_continues_after_any_token(extra):
     """The rest is as if undisturbed: half characters, stop strings, every choice,
     log-probabilities and usage; ended choices are not continued."""
 
@@ -125,7 +125,7 @@ def test_chats_with_several_choices_are_each_opened_once():
     run(scenario)
 
 
-def test_nonsense_is_not_continued():
+def test_invalid_continuations_are_refused():
     """Too many or too few choices, invalid tokens, or too many of them."""
 
     async def scenario(harness):
@@ -144,7 +144,7 @@ def test_nonsense_is_not_continued():
     run(scenario)
 
 
-def test_a_mark_is_a_comment_that_can_be_taken_out():
+def test_a_continuation_mark_is_a_comment_that_can_be_removed():
     """Other clients would ignore it; a malformed mark is a ValueError."""
     mark = ContinuationMark(tokens=[1, 2], seed=9)
 

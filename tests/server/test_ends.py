@@ -10,7 +10,7 @@ from tests.server.harness import error, events, run
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_abort_is_told_to_the_client(stream):
+def test_an_abort_is_reported_to_the_client(stream):
     """Lesson 58: by the client's request id: a 499, or the last chunk of a stream."""
 
     async def scenario(harness):
@@ -64,7 +64,7 @@ def test_request_ids_are_echoed_and_may_be_used_twice():
 
 
 @pytest.mark.parametrize("num_streamed", [0, 3])
-def test_a_client_that_leaves_is_aborted(num_streamed):
+def test_the_request_of_a_disconnected_client_is_aborted(num_streamed):
     """Lesson 58: a closed connection ends the work and returns every slot."""
 
     async def scenario(harness):
@@ -108,7 +108,7 @@ def test_a_client_that_leaves_is_aborted(num_streamed):
     run(scenario)
 
 
-def test_a_dead_engine_is_told_at_once():
+def test_clients_learn_at_once_that_the_engine_died():
     """Waiting clients get a 503, or an error event if a stream has begun; so does /health."""
 
     async def scenario(harness):

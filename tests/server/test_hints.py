@@ -99,7 +99,7 @@ async def cached_tokens(harness, prompt):
         ({"session_id": 7}, "session_id"),
     ],
 )
-def test_a_hint_that_makes_no_sense_is_a_400(fields, param):
+def test_an_invalid_hint_is_a_400(fields, param):
     """Lesson 68: bounded, typed, and the answer names the field."""
 
     async def scenario(harness):
@@ -108,7 +108,7 @@ def test_a_hint_that_makes_no_sense_is_a_400(fields, param):
     run(scenario)
 
 
-def test_closing_is_bounded_too():
+def test_closing_a_session_has_limits():
     """Lesson 68: a name that is too long, or a wrong body."""
 
     async def scenario(harness):

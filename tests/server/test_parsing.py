@@ -346,7 +346,7 @@ def test_a_call_of_an_unknown_tool_is_not_given_out_early():
     assert parse(TOOL_FORMATS["hermes"]().parser(TOOLS), [text])[0].calls[0].name == "other"
 
 
-def test_a_call_that_changes_its_mind_is_malformed():
+def test_a_call_with_a_second_name_or_arguments_is_malformed():
     """A second name or second arguments: the emitted part is not the call."""
     for end in (', "name": "get-time"}', ', "arguments": {"city": "Rome"}}'):
         text = '<tool_call>{"name": "get_weather", "arguments": {"city": "x"}' + end

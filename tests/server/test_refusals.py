@@ -13,7 +13,7 @@ from headwater.server.schema import ChatRequest, CompletionRequest
 from tests.server.harness import error, run
 
 
-def test_fields_it_does_not_know_are_ignored():
+def test_unknown_fields_are_ignored():
     """A client may send fields that only other servers know."""
 
     async def scenario(harness):
@@ -38,7 +38,7 @@ def test_fields_it_does_not_know_are_ignored():
         ({"regex": "a+"}, "regex"),
     ],
 )
-def test_fields_it_knows_but_does_not_serve_are_named(fields, param):
+def test_known_fields_that_are_not_supported_are_refused_by_name(fields, param):
     """Ignoring them would return something other than the client requested."""
 
     async def scenario(harness):
@@ -113,7 +113,7 @@ def test_bad_input_is_a_400_that_names_the_field(fields, param):
     run(scenario)
 
 
-def test_a_priority_that_nobody_looks_at_is_refused():
+def test_a_priority_without_effect_is_refused():
     """Ignoring it would surprise the client; 0 has no effect and is accepted."""
 
     async def scenario(harness):
@@ -141,7 +141,7 @@ def test_a_priority_that_nobody_looks_at_is_refused():
         (b'{"prompt": "a", "some_new_field": ' + b"[" * 5000 + b"]" * 5000 + b"}", ""),
     ],
 )
-def test_a_body_that_is_no_request_is_a_400(body, word):
+def test_a_body_that_is_not_a_request_is_a_400(body, word):
     """Lesson 68: for any body, the answer is a message and not a traceback."""
 
     async def scenario(harness):

@@ -6,7 +6,7 @@ from headwater.engine.client import GetStats
 from tests.server.harness import error, run
 
 
-def test_an_engine_that_cannot_says_so_and_goes_on():
+def test_an_engine_that_cannot_reload_refuses_and_continues():
     """Refused with a message; admission continues as before."""
 
     async def scenario(harness):
@@ -59,7 +59,7 @@ def test_two_reloads_at_once_are_one_and_a_refusal():
     run(scenario)
 
 
-def test_a_reload_that_cannot_drain_is_told_so_and_changes_nothing():
+def test_a_reload_that_cannot_drain_is_refused_and_changes_nothing():
     """503 with a code for clients; an earlier pause stays."""
 
     async def scenario(harness):

@@ -12,7 +12,7 @@ def make(**limits) -> ResponseStore:
     return ResponseStore(**{"max_responses": 3, "max_bytes": 100, "lifetime_s": 10.0, **limits})
 
 
-def test_the_oldest_make_room():
+def test_the_oldest_responses_are_removed_first():
     """Neither the number nor the bytes ever exceed their bound."""
     store = make()
     for number in range(20):
@@ -24,7 +24,7 @@ def test_the_oldest_make_room():
     assert store.get("resp_1", "", now=0.0) is None
 
 
-def test_their_time_is_limited():
+def test_stored_responses_expire():
     """Afterwards they are removed with their bytes."""
     store = make()
     put(store, "a")
@@ -43,7 +43,7 @@ def test_another_tenant_finds_nothing():
     assert store.get("resp_a", "red", now=0.0) is not None
 
 
-def test_one_can_be_removed_and_replaced():
+def test_a_stored_response_can_be_removed_and_replaced():
     """The byte count follows; unknown ids are ignored; 0 keeps nothing."""
     store = make()
     put(store, "a")

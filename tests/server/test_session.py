@@ -27,7 +27,7 @@ def responses(**fields) -> ChatRequest:
     return responses_chat_request(msgspec.convert({"input": "x", **fields}, ResponsesRequest))
 
 
-def test_what_names_the_session():
+def test_the_session_is_named_by_the_first_field_that_is_set():
     """`session_id` first, then `conversation` and `prompt_cache_key`; otherwise none."""
     assert session_name(chat()) == ""
     assert session_name(chat(prompt_cache_key="k")) == "k"

@@ -107,7 +107,7 @@ def test_the_tree_is_bounded(query):
     run(scenario)
 
 
-def test_the_page_and_its_parts_need_no_key_and_ask_nobody_else():
+def test_the_page_and_its_parts_need_no_key_and_load_nothing_from_elsewhere():
     """Static files with a policy that allows only this server."""
 
     async def scenario(harness):

@@ -136,7 +136,7 @@ def test_responses_sends_pieces_of_the_arguments():
 
 
 @pytest.mark.parametrize("text", [CUT, DAMAGED])
-def test_a_call_that_breaks_off_is_flagged(text):
+def test_an_incomplete_call_is_flagged(text):
     """Whole answers have its text. A stream has sent a part of it and says so at its end."""
 
     async def scenario(harness):

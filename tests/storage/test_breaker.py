@@ -20,7 +20,7 @@ def fail(breaker: Breaker, times: int) -> None:
         breaker.fail()
 
 
-def test_failures_in_a_row_open_it() -> None:
+def test_consecutive_failures_open_the_breaker() -> None:
     """One failure less does not, and a success resets the count."""
     breaker = Breaker(CONFIG, VirtualClock())
 
@@ -123,7 +123,7 @@ def test_a_store_that_fails_again_soon_is_left_alone_longer() -> None:
     assert breaker.admits(CALL_S)
 
 
-def test_calls_that_fail_after_it_opened_change_nothing() -> None:
+def test_calls_that_fail_after_the_breaker_opened_change_nothing() -> None:
     """They began before: the wait neither restarts nor doubles."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)

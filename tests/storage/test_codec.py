@@ -119,7 +119,7 @@ def test_another_block_and_another_model_are_found() -> None:
         (b"x" * HEADER_BYTES, "no_header"),
     ],
 )
-def test_what_is_no_header_says_so(raw: bytes, reason: str) -> None:
+def test_bytes_that_are_not_a_header_are_named_as_such(raw: bytes, reason: str) -> None:
     """Empty space and foreign bytes are distinguished from damage."""
     with pytest.raises(StorageCorrupt) as caught:
         decode_header(raw)

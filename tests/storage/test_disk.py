@@ -25,7 +25,9 @@ from tests.storage.conftest import FILE_BLOCK_BYTES as BLOCK_BYTES
 from tests.storage.conftest import MakeFile
 
 
-def test_room_is_taken_by_one_process_at_a_time(make_file: MakeFile, tmp_path: Path) -> None:
+def test_disk_space_is_allocated_by_one_process_at_a_time(
+    make_file: MakeFile, tmp_path: Path
+) -> None:
     """A process needs the directory's lock to create a slab, so two cannot both take the last
     room. A process that waits for the lock gets a timeout, and continues when it is free."""
     storage, keys = make_file(), make_keys(1)

@@ -23,7 +23,7 @@ def make_double(**script: list[Fault | None]) -> FaultyStorage:
     return FaultyStorage(memory, script)
 
 
-def test_the_nth_call_meets_the_nth_fault() -> None:
+def test_the_nth_call_gets_the_nth_fault() -> None:
     """Counted separately for each method; after the script everything works."""
     double = make_double(contains=[None, Fault.ERROR], read=[Fault.TIMEOUT])
     keys = make_keys(2)
@@ -56,7 +56,7 @@ def test_a_hang_does_its_work_late() -> None:
     assert into == make_block(key, BLOCK_BYTES)
 
 
-def test_a_write_that_dies_half_way_leaves_half() -> None:
+def test_a_write_that_fails_half_way_leaves_the_first_half() -> None:
     """And everything fails until it is revived."""
     double = make_double(write=[Fault.DIES])
     keys = make_keys(4)

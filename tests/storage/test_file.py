@@ -137,7 +137,7 @@ def test_a_damaged_file_is_left_out(make_file: MakeFile, tmp_path: Path, suffix:
     assert write_run(again, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 3
 
 
-def test_what_a_killed_process_left_half_made_is_swept(
+def test_incomplete_files_of_a_killed_process_are_removed(
     make_file: MakeFile, tmp_path: Path
 ) -> None:
     """A slab without a table, and an unnamed table, do not take room for ever."""
@@ -165,7 +165,7 @@ def test_dead_slabs_of_another_model_give_way(make_file: MakeFile, tmp_path: Pat
     assert disk_bytes(tmp_path / "blocks") <= capacity
 
 
-def test_a_living_slab_never_gives_way(make_file: MakeFile) -> None:
+def test_a_slab_of_a_running_process_is_never_deleted(make_file: MakeFile) -> None:
     """A directory that others have filled refuses writes with a reason."""
     capacity = 8 * 8272 + PAGE_BYTES
     other = make_file(form=make_format("new", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
@@ -178,7 +178,7 @@ def test_a_living_slab_never_gives_way(make_file: MakeFile) -> None:
     assert other.contains([make_keys(2)], timeout_s=1)[0] == 2
 
 
-def test_room_that_comes_back_is_used(make_file: MakeFile) -> None:
+def test_space_that_becomes_free_is_used(make_file: MakeFile) -> None:
     """A full directory is checked again after a while, not at every write."""
     clock, capacity = VirtualClock(), 8 * 8272 + PAGE_BYTES
     other = make_file(form=make_format("new", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
@@ -240,7 +240,7 @@ def test_a_table_tells_readers_what_changed(tmp_path: Path) -> None:
 
 def test_capacity_for_less_than_a_block_is_refused(make_file: MakeFile) -> None:
     """The sentence says how much one block takes."""
-    with pytest.raises(ConfigError, match="too little: a slab of one block takes 12368"):
+    with pytest.raises(ConfigError, match="a slab of one block takes 12368"):
         make_file(capacity_bytes=10_000)
 
 

@@ -21,7 +21,7 @@ def make_buffer() -> memoryview:
     return memoryview(bytearray(os.urandom(1 << 20) * (BLOCK_BYTES >> 20)))
 
 
-def test_what_holds_the_interpreter_is_told_apart() -> None:
+def test_code_that_holds_the_gil_is_detected() -> None:
     """The control: a slice assignment of the same bytes blocks other threads."""
     source, target = make_buffer(), make_buffer()
 
@@ -33,7 +33,7 @@ def test_what_holds_the_interpreter_is_told_apart() -> None:
     assert target == source
 
 
-def test_a_checksum_lets_go() -> None:
+def test_a_checksum_releases_the_gil() -> None:
     """Verification is most of the work of a fast medium."""
     block = make_buffer()
 
@@ -41,7 +41,9 @@ def test_a_checksum_lets_go() -> None:
 
 
 @pytest.mark.slow
-def test_reading_and_writing_let_go(make_backend: MakeBackend, backend_name: str) -> None:
+def test_reading_and_writing_release_the_gil(
+    make_backend: MakeBackend, backend_name: str
+) -> None:
     """Checksum, copies, system calls and sockets of one large block, on every backend."""
     room = {"segment_bytes": 4 * BLOCK_BYTES} if backend_name == "mooncake" else {}
     backend = make_backend(make_format(block_bytes=BLOCK_BYTES), **room)

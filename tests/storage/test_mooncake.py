@@ -105,10 +105,10 @@ def test_a_dead_master_is_an_error_within_the_timeout() -> None:
 
 
 @pytest.mark.slow
-def test_no_master_is_a_sentence_at_start() -> None:
+def test_a_missing_master_gets_a_message_at_start() -> None:
     """With its address (lesson 61)."""
     pytest.importorskip("mooncake")
-    with pytest.raises(ConfigError, match="is mooncake_master running there"):
+    with pytest.raises(ConfigError, match="check that mooncake_master runs there"):
         open_storage(
             "mooncake",
             {"master": f"127.0.0.1:{free_port()}", "join_timeout_s": 2.0, "segment_bytes": 0},
@@ -123,7 +123,7 @@ def test_no_master_is_a_sentence_at_start() -> None:
         (ImportError("libibverbs.so.1: no such file"), "apt-get install libibverbs1"),
     ],
 )
-def test_a_missing_package_is_a_sentence(
+def test_a_missing_package_gets_a_message(
     monkeypatch: pytest.MonkeyPatch, error: ImportError, sentence: str
 ) -> None:
     """It says what to install."""

@@ -63,7 +63,7 @@ def test_users_and_passwords(own_server: RedisServer) -> None:
         storage.close()
 
 
-def test_a_wrong_password_is_a_sentence_at_start(own_server: RedisServer) -> None:
+def test_a_wrong_password_gets_a_message_at_start(own_server: RedisServer) -> None:
     """It names the user and no password (lesson 61)."""
     with pytest.raises(ConfigError, match="refused the password of user 'worker'") as caught:
         open_redis(url_of(own_server, "worker:guess"))
@@ -74,7 +74,7 @@ def test_a_wrong_password_is_a_sentence_at_start(own_server: RedisServer) -> Non
         open_redis(own_server.url)
 
 
-def test_a_server_that_is_not_there_is_a_sentence_at_start() -> None:
+def test_a_server_that_is_not_running_gets_a_message_at_start() -> None:
     """With its address (lesson 61)."""
     with pytest.raises(ConfigError, match=r"redis://127\.0\.0\.1:\d+/0"):
         open_redis(f"redis://127.0.0.1:{free_port()}")
@@ -258,7 +258,7 @@ def read_run_within(storage: RedisStorage, timeout_s: float) -> None:
         (lambda storage: storage.remove(None, timeout_s=5), 2 * (b"*2\r\n$99999999999\r\n",)),
     ],
 )
-def test_what_is_no_redis_is_an_error(
+def test_replies_that_are_not_redis_are_an_error(
     call: Callable[[RedisStorage], object], answers: tuple[bytes, bytes]
 ) -> None:
     """An invalid protocol is distinguished from a miss; nothing is guessed and no memory is

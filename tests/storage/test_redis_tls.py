@@ -90,7 +90,7 @@ def test_blocks_travel_with_client_certificates(url: str, authority: Authority) 
     storage.close()
 
 
-def test_who_is_not_trusted_is_a_sentence_at_start(
+def test_an_untrusted_certificate_gets_a_message_at_start(
     url: str, authority: Authority, tmp_path: Path
 ) -> None:
     """No certificate, one of another authority, a server that we do not know, no password."""

@@ -24,7 +24,7 @@ class OwnStorage(MemoryStorage):
         return cls(MemoryConfig(**settings), opening.format)
 
 
-def test_a_backend_of_ones_own_is_named_by_module_and_class() -> None:
+def test_a_third_party_backend_is_named_by_module_and_class() -> None:
     """No registration is needed."""
     path = f"{__name__}:OwnStorage"
 
@@ -44,21 +44,23 @@ def test_a_backend_of_ones_own_is_named_by_module_and_class() -> None:
         ("memory", {"capacity_bytes": 0}, "must be positive"),
         ("file", {}, "needs the setting path"),
         ("file", {"path": 3}, "path of storage backend 'file' is of type str, got 3"),
-        ("file", {"path": ""}, "needs a path"),
+        ("file", {"path": ""}, "needs the setting path"),
         ("file", {"path": "x", "num_threads": 0}, "num_threads must be positive"),
         ("file", {"path": "x", "slab_bytes": -1}, "slab_bytes must be positive"),
         ("file", {"path": "x", "reserve_bytes": -1}, "reserve_bytes not negative"),
         ("redis", {"url": "http://x"}, "is not a Redis URL"),
         ("redis", {"url": "redis://[::1"}, "is not a Redis URL"),
-        ("redis", {"url": "redis://host/first"}, "is a number, got 'first'"),
-        ("redis", {"url": "redis://host:99999"}, "no usable port"),
+        ("redis", {"url": "redis://host/first"}, "must be a number, got 'first'"),
+        ("redis", {"url": "redis://host:99999"}, "no valid port"),
         ("redis", {"ttl_s": -1}, "ttl_s must be positive"),
         ("redis", {"tls_ca_file": "/no/such", "url": "rediss://x"}, "tls_ca_file '/no/such'"),
         ("mooncake", {}, "needs a master"),
         ("mooncake", {"master": "x:1", "protocol": "pigeon"}, "tcp or rdma"),
     ],
 )
-def test_mistakes_are_sentences(name: str, settings: dict[str, Any], sentence: str) -> None:
+def test_mistakes_in_settings_get_a_message(
+    name: str, settings: dict[str, Any], sentence: str
+) -> None:
     """Raised before serving starts, with what to change."""
     with pytest.raises(ConfigError) as caught:
         open_storage(name, settings, OPENING)

@@ -113,7 +113,7 @@ def test_a_slab_that_cannot_be_read_is_named_and_pruned(
     assert run_json(capsys, "verify", str(directory))["findings"] == []
 
 
-def test_prune_deletes_only_what_nobody_owns(
+def test_prune_deletes_only_slabs_without_an_owner(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oldest first, down to a size; a dry run only lists them."""
@@ -140,7 +140,7 @@ def test_prune_deletes_only_what_nobody_owns(
         (["prune", "{directory}", "--to", "lots"], "is not a number of bytes"),
     ],
 )
-def test_mistakes_are_sentences(
+def test_mistakes_in_settings_get_a_message(
     directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
     capsys: pytest.CaptureFixture[str],

@@ -62,7 +62,7 @@ def test_no_wake_up_is_lost():
     assert sorted(taken) == list(range(1000))
 
 
-def test_what_came_before_anybody_slept_wakes_too():
+def test_a_completion_before_the_first_wait_wakes_it_too():
     """The descriptor is made when it is first wanted, and is readable if it should be."""
     queue = CompletionQueue()
     queue.put(make_completion(1))
@@ -76,7 +76,7 @@ def test_what_came_before_anybody_slept_wakes_too():
     queue.clear()
 
 
-def test_a_wait_ends_by_itself():
+def test_a_wait_ends_at_its_deadline():
     """A deadline ends it, however late the copy."""
     queue = CompletionQueue()
 

@@ -6,7 +6,7 @@ from headwater.transfer.mover import LinkMeter, Mover
 from headwater.types import LinkRate
 
 
-def test_a_line_is_found():
+def test_latency_and_block_time_are_fitted_from_jobs():
     """Latency and seconds a block, from jobs of different sizes."""
     meter = LinkMeter()
     for num_blocks in (1, 4, 9, 2, 30):
@@ -31,7 +31,7 @@ def test_jobs_of_one_size_give_a_mean():
     assert rate.block_s == pytest.approx(0.075, rel=0.1)
 
 
-def test_nonsense_becomes_a_mean():
+def test_contradicting_measurements_become_a_mean():
     """Longer jobs that were faster do not make a negative price."""
     meter = LinkMeter()
     meter.observe(10, 0.1, now=0.0)

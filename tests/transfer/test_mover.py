@@ -233,7 +233,7 @@ def test_closing_twice_is_safe():
     assert harness.copier.closed
 
 
-def test_a_timeout_of_nothing_is_refused():
+def test_a_timeout_of_zero_is_refused():
     """Every timeout must be positive."""
     with pytest.raises(ConfigError, match="read_timeout_s"):
         TransferConfig(read_timeout_s=0)

@@ -64,7 +64,7 @@ def test_views_and_rows_are_the_same_memory():
     assert bytes(slab.view(0)) == bytes(16)
 
 
-def test_more_memory_than_there_is_is_the_operators_mistake():
+def test_more_memory_than_available_is_a_config_error():
     """Lesson 61: reported at start, with the size."""
-    with pytest.raises(ConfigError, match="more memory than there is"):
+    with pytest.raises(ConfigError, match="cannot be allocated"):
         HostSlab(1 << 30, 1 << 30)

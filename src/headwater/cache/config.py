@@ -87,10 +87,10 @@ class CacheConfig:
             )
         if self.weights is not None and self.eviction != "session":
             raise ConfigError(
-                f"weights need the session policy, but the policy is {self.eviction}"
+                f"weights need the session policy, but the policy is {self.eviction}; leave weights out"
             )
         if not 0.0 <= self.hint_share <= 1.0:
-            raise ConfigError(f"hint_share is a share between 0 and 1, got {self.hint_share}")
+            raise ConfigError(f"hint_share must be between 0 and 1, got {self.hint_share}")
         if not isinstance(self.write_policy, WritePolicy):
             raise ConfigError(f"write_policy must be a WritePolicy, got {self.write_policy!r}")
         if self.eviction not in POLICIES:

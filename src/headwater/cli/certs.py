@@ -58,7 +58,9 @@ def run_certs(options: Namespace) -> int:
         raise ConfigError(f"--days must be at least 1, got {options.days}")
     for name in options.names:
         if not name.replace("-", "").replace("_", "").isalnum() or name == "ca":
-            raise ConfigError(f"NAME must have letters, digits, - or _, got {name!r}")
+            raise ConfigError(
+                f"NAME may have letters, digits, - and _ and may not be 'ca', got {name!r}"
+            )
     options.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = _Authority(options.folder, options.days)
     hosts = [host.strip() for host in options.hosts.split(",") if host.strip()]

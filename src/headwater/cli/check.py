@@ -133,7 +133,7 @@ def make_report(options: Namespace) -> dict[str, Any]:
     found = replace(_survey(options), has_fp8_kv=options.kv_cache_dtype == "fp8")
     device = options.device or _likely_device(options)
     if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{device}' is not served; known: cpu, cuda, cuda:N")
+        raise ConfigError(f"device '{device}' is not supported; use cpu, cuda or cuda:N")
     layout = found.layout(options.block_size)
     token_bytes = layout.block_bytes // layout.block_tokens
     how = "cpu" if device == "cpu" else "fused" if found.is_fused else "generic"
@@ -188,7 +188,9 @@ def _check_sizes(options: Namespace) -> None:
     for flag in ("swap_space", "storage_gib", "device_gib"):
         size = getattr(options, flag)
         if size is not None and size < 0:
-            raise ConfigError(f"--{flag.replace('_', '-')} is a size in GiB, got {size:g}")
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} must be a size in GiB that is not negative, got {size:g}"
+            )
     if options.block_size < 1:
         raise ConfigError(f"--block-size must be at least 1, got {options.block_size}")
 

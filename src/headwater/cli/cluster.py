@@ -106,7 +106,7 @@ def _new_spec(options: Namespace) -> Any:  # noqa: ANN401 -- plain values for JS
 def _role(text: str) -> tuple[str, int]:
     role, _, count = text.partition("=")
     if not count.isdigit():
-        raise ConfigError(f"{text!r} is not understood; write for example decode=4")
+        raise ConfigError(f"{text!r} is not ROLE=COUNT; write for example decode=4")
     return role, int(count)
 
 

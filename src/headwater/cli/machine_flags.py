@@ -106,5 +106,5 @@ def _collective_link(text: str) -> "LinkCost":
         return LinkCost(bytes_s=float(bandwidth) * 1e9, latency_s=float(latency or 0) * 1e-6)
     except ValueError as exc:
         raise ConfigError(
-            f"--collective-link is GB/s and microseconds, such as 300:10; got {text!r}"
+            f"--collective-link must be GB/s and microseconds, such as 300:10; got {text!r}"
         ) from exc

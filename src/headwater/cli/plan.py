@@ -108,7 +108,7 @@ def _listed(flag: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError as exc:
-        raise ConfigError(f"{flag} is a list such as 0,256,1024; got {text!r}") from exc
+        raise ConfigError(f"{flag} must be a list such as 0,256,1024; got {text!r}") from exc
     return list(dict.fromkeys(values))
 
 

@@ -181,7 +181,9 @@ def _kv_events(text: str | None) -> KvEventsConfig | None:
     known = [field.name for field in fields(KvEventsConfig)]
     for name in settings:
         if name not in known:
-            raise ConfigError(f"--kv-events-config: unknown {name!r}{suggest(name, known)}")
+            raise ConfigError(
+                f"--kv-events-config has no setting {name!r}{suggest(name, known)}"
+            )
     try:
         return msgspec.convert(settings, KvEventsConfig)
     except msgspec.ValidationError as exc:
@@ -197,7 +199,7 @@ def _settings(flag: str, text: str | None) -> dict[str, Any]:
     except ValueError as exc:
         raise ConfigError(f"{flag} is not JSON: {exc}") from exc
     if not isinstance(settings, dict):
-        raise ConfigError(f"{flag} is a JSON object, got {text}")
+        raise ConfigError(f"{flag} must be a JSON object, got {text}")
     return settings
 
 

@@ -82,9 +82,11 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
 def run_top(options: Namespace) -> int:
     """Watch until `q` or Ctrl-C; return the exit code."""
     if not 0.1 <= options.interval <= 3600:
-        raise ConfigError(f"--interval is from 0.1 to 3600 seconds, got {options.interval:g}")
+        raise ConfigError(
+            f"--interval must be from 0.1 to 3600 seconds, got {options.interval:g}"
+        )
     if not options.url.startswith(("http://", "https://")):
-        raise ConfigError(f"the URL begins with http:// or https://, got {options.url!r}")
+        raise ConfigError(f"the URL must begin with http:// or https://, got {options.url!r}")
     server = StatusClient(
         options.url,
         options.api_key or api_key_from_environment(),

@@ -285,8 +285,9 @@ def _gpus(options: Namespace, num_instances: int) -> list[int]:
     gpus = options.gpus.split(",")
     if len(gpus) != num_instances or not all(gpu.isdigit() for gpu in gpus):
         raise ConfigError(
-            f"--gpus {options.gpus}: {num_instances} instances need as many numbers, with commas "
-            "between; one GPU may be named twice if --gpu-memory-utilization leaves room"
+            f"--gpus {options.gpus}: give one GPU number for each of the {num_instances} instances, "
+            "with commas between them; one GPU may be named twice if --gpu-memory-utilization "
+            "leaves room"
         )
     if any(flag.partition("=")[0] == "--device" for flag in options.serve_flags):
         raise ConfigError("--gpus and --device both say where instances run: leave one out")
@@ -306,7 +307,7 @@ def _ports(options: Namespace, num_instances: int) -> list[int]:
     ports = list(range(int(first), int(first) + num_instances))
     if ports[-1] > (int(last) if dash else 65535) or not ports[0]:
         raise ConfigError(
-            f"--instance-ports {options.instance_ports} has no room for {num_instances} instances"
+            f"--instance-ports {options.instance_ports} has too few ports for {num_instances} instances; give a longer range"
         )
     return ports
 

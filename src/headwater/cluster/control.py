@@ -132,7 +132,9 @@ def ask_cluster(name: str, verb: str, arguments: Mapping[str, Any]) -> dict[str,
             connection.sendall(msgspec.json.encode({"verb": verb, **arguments}) + b"\n")
             answer = msgspec.json.decode(_read_line(connection), type=dict[str, Any])
         except (OSError, ValueError) as exc:
-            raise ConfigError(f"the cluster {name!r} did not answer: {exc}") from exc
+            raise ConfigError(
+                f"the cluster {name!r} did not answer: {exc}; see headwater logs"
+            ) from exc
     if "error" in answer:
         raise ConfigError(str(answer["error"]))
     return answer

@@ -125,7 +125,7 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         if self.gpus and len(self.gpus) < gpus * sum(counts.values()):
             raise ConfigError(
                 f"{sum(counts.values())} instances with {gpus} GPUs each need more than the "
-                f"{len(self.gpus)} GPUs listed in gpus"
+                f"{len(self.gpus)} GPUs listed in gpus; list more or lower the counts"
             )
 
     def with_roles(self, roles: dict[Role, RoleSpec]) -> "ClusterSpec":
@@ -138,7 +138,9 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         known = self.gpus or range(len(taken) + each)
         free = [gpu for gpu in known if gpu not in taken]
         if len(free) < each:
-            raise ConfigError(f"an instance needs {each} GPUs and {len(free)} are free")
+            raise ConfigError(
+                f"an instance needs {each} GPUs, but {len(free)} are free; stop another instance first"
+            )
         return tuple(free[:each])
 
     def count(self, role: Role) -> int:

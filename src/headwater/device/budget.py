@@ -85,7 +85,9 @@ def blocks_within(
     if utilization is None:
         utilization = _default_share(device_type, free)
     if not 0 < utilization <= 1:
-        raise ConfigError(f"memory utilization must be in (0, 1], got {utilization}")
+        raise ConfigError(
+            f"memory utilization must be above 0 and at most 1, got {utilization}"
+        )
     if device_type == "cuda":
         budget = int(free * utilization) - step_bytes
         blocks = budget // block_bytes
@@ -94,9 +96,9 @@ def blocks_within(
         blocks = int(budget / (block_bytes * (1 + CONTIGUOUS_SHARE)))
     if blocks < 1:
         raise ConfigError(
-            f"not one block fits: {block_tokens} tokens of KV take {block_bytes >> 20} MiB, and "
+            f"no block fits: {block_tokens} tokens of KV take {block_bytes >> 20} MiB, and "
             f"{max(budget, 0) >> 20} MiB of {max(free, 0) >> 20} MiB free may be used; lower "
-            f"block_tokens or give the pool's size"
+            f"--block-size or give --num-gpu-blocks-override"
         )
     return blocks
 
@@ -127,4 +129,6 @@ def _meminfo_available() -> int:
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError("this system does not tell its free memory; give the pool's size")
+    raise ConfigError(
+        "this system does not report its free memory; give --num-gpu-blocks-override"
+    )

@@ -170,7 +170,9 @@ def check_served(config: Mapping[str, object]) -> None:
     """Raise ModelError with the reason, unless the model of this config.json is served."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
-        raise ModelError("config.json has no model_type, so the model's family is unknown")
+        raise ModelError(
+            "config.json has no model_type, so the model's family is unknown; use a complete model folder"
+        )
     reason = _why_not(kind, config)
     if reason is not None:
         raise ModelError(f"model type '{kind}' is not served: it {reason}")
@@ -219,7 +221,9 @@ def max_positions(config: Mapping[str, object], rope: Mapping[str, object]) -> i
     """
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or positions < 1:
-        raise ModelError("config.json has no usable max_position_embeddings")
+        raise ModelError(
+            "max_position_embeddings in config.json must be a positive whole number, got {positions!r}"
+        )
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and isinstance(original, int):
         return min(positions, original)

@@ -168,7 +168,7 @@ def _zeros(
     except (RuntimeError, OSError, OverflowError) as exc:
         gib = math.prod(shape) / (1 << 30)
         raise ConfigError(
-            f"{shape[0]:,} blocks of KV take {gib:,.1f} GiB, which {model.device} does not have; "
+            f"{shape[0]:,} blocks of KV take {gib:,.1f} GiB, which is more than {model.device} has; "
             "ask for fewer with --num-gpu-blocks-override"
         ) from exc
 

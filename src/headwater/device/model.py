@@ -179,7 +179,7 @@ def _torch_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as exc:
         raise ConfigError(f"device '{name}' cannot be used: {_first_line(exc)}") from exc
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}' is not served; known: cpu, cuda, cuda:N")
+        raise ConfigError(f"device '{name}' is not supported; use cpu, cuda or cuda:N")
     return device
 
 
@@ -195,7 +195,8 @@ def _move(module: nn.Module, device: torch.device) -> None:
     except torch.OutOfMemoryError as exc:
         size = sum(weight.nbytes for weight in module.parameters()) / (1 << 30)
         raise ConfigError(
-            f"the model's weights take {size:.1f} GiB, which {device} does not have free"
+            f"the model's weights take {size:.1f} GiB, which is more than is free on {device}; use "
+            "another device, or split the model with --tensor-parallel-size"
         ) from exc
 
 
@@ -263,7 +264,9 @@ def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
             first = sorted(map(str, found[fault]))[0]
             what = fault.removesuffix("_keys")
             count = len(found[fault])
-            raise ModelError(f"{folder}: {count} weights are {what}, the first is {first}")
+            raise ModelError(
+                f"{folder}: {count} weights are {what}, the first is {first}; download the model again"
+            )
 
 
 def _sizes(config: PretrainedConfig) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         names = read_object(index).get("weight_map")
         if not isinstance(names, dict) or not names:
-            raise ModelError(f"{index} has no weight_map")
+            raise ModelError(f"{index} has no weight_map; download the file again")
         # Only the file name is used: an index must not name files outside its folder.
         files = [folder / Path(str(name)).name for name in sorted(set(names.values()))]
     else:
@@ -81,7 +81,7 @@ def weight_files(folder: Path) -> list[Path]:
     if missing:
         raise ModelError(
             f"{folder}: {len(missing)} of {len(files)} weight files are missing, "
-            f"the first is {missing[0]}"
+            f"the first is {missing[0]}; download the model again"
         )
     if not files:
         raise ModelError(f"{folder} has no .safetensors weights")
@@ -94,7 +94,9 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{path} is not a safetensors file, or is cut short")
+            raise ModelError(
+                f"{path} is not a safetensors file, or is truncated; download it again"
+            )
         raw = file.read(header_bytes)
     try:
         header = json.loads(raw)
@@ -103,7 +105,11 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
             tensor = StoredTensor(name=name, kind=entry["dtype"], shape=tuple(entry["shape"]))
             end = 8 + header_bytes + int(entry["data_offsets"][1])
             if end > size or tensor.num_bytes < 0:
-                raise ModelError(f"{path} is cut short: tensor {name} ends after the file")
+                raise ModelError(
+                    f"{path} is truncated: tensor {name} ends after the file; download it again"
+                )
             yield tensor
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as exc:
-        raise ModelError(f"{path} has a damaged safetensors header: {exc!r}") from exc
+        raise ModelError(
+            f"{path} has a damaged safetensors header: {exc!r}; download it again"
+        ) from exc

@@ -23,10 +23,10 @@ def load_like(model: LoadedModel, folder: Path) -> LoadedModel:
         old, new = getattr(model, name), getattr(other, name)
         if old != new:
             raise ModelError(
-                f"{folder} has another shape: {name} is {new}, but the served model has {old}; start a server for it"
+                f"{folder} has another shape: {name} is {new}, but the served model has {old}; start another server for it"
             )
     if _tokenizer(model.model_dir) != _tokenizer(folder):
-        raise ModelError(f"{folder} has another tokenizer; start a server for it")
+        raise ModelError(f"{folder} has another tokenizer; start another server for it")
     return other
 
 

@@ -46,7 +46,7 @@ class TorchRunner:
     ) -> None:
         """Without `masks`, rows with a grammar cannot be run."""
         if depth not in (1, 2):
-            raise ConfigError(f"a runner has 1 or 2 steps in flight, not {depth}")
+            raise ConfigError(f"a runner must have 1 or 2 steps in flight, got {depth}")
         self.depth = depth
         self._model = model
         self.pool = open_pool(

@@ -136,9 +136,15 @@ def survey_of(
     check_served(config)
     for name in _REQUIRED:
         if not isinstance(config.get(name), int) or config[name] < 1:
-            raise ModelError(f"{folder / 'config.json'} has no usable {name}")
+            raise ModelError(
+                f"{name} in {folder / 'config.json'} must be a positive whole number, got "
+                f"{config.get(name)!r}"
+            )
     if not any(isinstance(config.get(name), int) for name in _LAYERS):
-        raise ModelError(f"{folder / 'config.json'} has no usable {_LAYERS[0]}")
+        raise ModelError(
+            f"{_LAYERS[0]} in {folder / 'config.json'} must be a whole number, got "
+            f"{config.get(_LAYERS[0])!r}"
+        )
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json")
     return ModelSurvey(

@@ -119,7 +119,7 @@ POLICIES = tuple(_POLICIES)
 def make_policy(name: str) -> Policy:
     """A policy by its name on the command line."""
     if name not in _POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
+        raise ConfigError(f"unknown routing policy {name!r}; known: {', '.join(POLICIES)}")
     return _POLICIES[name]()
 
 

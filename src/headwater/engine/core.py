@@ -150,8 +150,8 @@ class EngineCore:
                 self.hasher.hash_ahead(sequence.path())
         elif self._peers is None:
             raise RequestError(
-                "the request names a prefill instance, but this instance takes part in no "
-                "hand-offs: start it with a role and a peer address"
+                "the request names a prefill instance, but this instance takes no hand-offs; "
+                "start it with --splitwise-role"
             )
         else:
             self._peers.add(request, self._clock.now())
@@ -327,7 +327,9 @@ class EngineCore:
                 return self.view(limits)
             case CloseSession(session_id, cache_salt):
                 return self.close_session(session_id, cache_salt)
-        raise RequestError(f"this engine does not support {type(call).__name__}")
+        raise RequestError(
+            f"this engine does not support the control call {type(call).__name__}"
+        )
 
     def _wakes(self) -> list[float]:
         """Deadlines at which there is work although nothing arrives."""

@@ -130,7 +130,9 @@ class AsyncEngine:
         self.check_alive()
         request_id = request.request_id
         if request_id in self._mailboxes:
-            raise RequestError(f"request {request_id} is already running; use another id")
+            raise RequestError(
+                f"a request with the id {request_id!r} is already running; use another id"
+            )
         mailbox = self._mailboxes[request_id] = Mailbox()
         has_ended = False
         try:

@@ -132,17 +132,19 @@ class Resets:
         unknown = sorted(set(tiers) - set(TIERS))
         if unknown or not tiers:
             raise RequestError(
-                f"unknown or missing tiers {unknown}: give some of {', '.join(TIERS)}"
+                f"tiers must be one or more of {', '.join(TIERS)}; got {', '.join(tiers) or 'none'}"
             )
         if "storage" not in tiers:
             return
         if not set(tiers) >= MEMORY:
             raise RequestError(
-                "storage can only be emptied together with device and host: their blocks are "
-                "known to be stored, and would not be written again"
+                "storage can only be emptied together with device and host, got "
+                f"{', '.join(tiers)}: blocks in memory that were stored once are not written again"
             )
         if not self._mover.has_storage:
-            raise RequestError("this engine has no storage tier to empty")
+            raise RequestError(
+                "this engine has no storage tier to empty; leave storage out of tiers"
+            )
 
 
 Reload = Callable[[str | None], EngineInfo]

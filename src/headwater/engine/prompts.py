@@ -15,14 +15,16 @@ from headwater.types import Tokens
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
-_NO_PROMPT = "a prompt is text or a list of token ids"
-_NO_CONVERSATION = "a conversation is a list of messages with a role and content"
+_NO_PROMPT = "a prompt must be text or a list of token ids"
+_NO_CONVERSATION = "a conversation must be a list of messages with a role and content"
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A batch of prompts. A single prompt, text or a flat list of ids, is a batch of one."""
     if not isinstance(prompts, Sequence | np.ndarray):
-        raise RequestError(f"prompts: {_NO_PROMPT}, or several; got {_kind(prompts)}")
+        raise RequestError(
+            f"prompts must be text, token ids, or a list of either, got {_kind(prompts)}"
+        )
     if isinstance(prompts, str) or (len(prompts) > 0 and _is_single(prompts[0])):
         return [prompts]  # type: ignore[list-item]  # a text or a flat list, as just seen
     return list(prompts)  # type: ignore[arg-type]  # several, as just seen
@@ -40,14 +42,20 @@ def read_ids(prompt: Sequence[int], vocab_size: int) -> Tokens:
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise RequestError(_NO_PROMPT)
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise RequestError(f"a token id of this model is at least 0 and below {vocab_size}")
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise RequestError(
+            f"a token id must be at least 0 and below {vocab_size}, the size of the vocabulary, "
+            f"got {wrong}"
+        )
     return ids.astype(np.int32)
 
 
 def read_conversations(conversations: Messages | Sequence[Messages]) -> list[Messages]:
     """A batch; a single conversation is a batch of one."""
     if not isinstance(conversations, Sequence):
-        raise RequestError(f"conversations: {_NO_CONVERSATION}; got {_kind(conversations)}")
+        raise RequestError(
+            f"conversations must be lists of messages, got {_kind(conversations)}"
+        )
     one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
     batch: list[Any] = [conversations] if one else list(conversations)
     for messages in batch:

@@ -42,7 +42,7 @@ class RecordFile:
             self.descriptor = os.open(path, flags, 0o600)
         except FileExistsError as exc:
             raise ConfigError(
-                f"--record {path} exists; choose another file, because a recording overwrites nothing"
+                f"--record {path} exists already and is not overwritten; choose another file"
             ) from exc
         except OSError as exc:
             raise ConfigError(f"cannot write --record {path}: {exc.strerror}") from exc

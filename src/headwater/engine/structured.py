@@ -96,7 +96,9 @@ def check_schema_size(*parts: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> Non
         if left < 0:
             raise _too_long(max_bytes)
         if depth >= MAX_SCHEMA_DEPTH:
-            raise RequestError(f"the JSON schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+            raise RequestError(
+                f"the JSON schema has more than {MAX_SCHEMA_DEPTH} nested levels; simplify it"
+            )
         todo += [(entry, depth + 1) for entry in inner]
 
 
@@ -129,7 +131,7 @@ def _read_schema(schema: object) -> object:
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
-        raise RequestError("a JSON schema must be an object")
+        raise RequestError(f"a JSON schema must be an object, got {type(schema).__name__}")
     check_schema_size(schema)
     return schema
 
@@ -140,15 +142,18 @@ def _too_long(max_bytes: int) -> RequestError:
 
 def _alternatives(choice: Sequence[str]) -> str:
     if isinstance(choice, str) or not all(isinstance(text, str) for text in choice):
-        raise RequestError("choice is a list of texts")
+        raise RequestError("choice must be a list of texts")
     if not 1 <= len(choice) <= MAX_CHOICES or not all(choice):
-        raise RequestError(f"choice has 1 to {MAX_CHOICES} texts, none of them empty")
+        raise RequestError(
+            f"choice must have 1 to {MAX_CHOICES} texts and none may be empty, got {len(choice)} "
+            f"texts, {sum(not text for text in choice)} of them empty"
+        )
     return " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
 
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str) or not text:
-        raise RequestError(f"{name} is a text that is not empty")
+        raise RequestError(f"{name} must be a text that is not empty, got {text!r:.40}")
 
 
 def _slashes_escaped(pattern: str) -> str:

@@ -77,7 +77,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as exc:
             raise RequestError(f"the chat template refused these messages: {exc}") from exc
         except (RecursionError, OverflowError, ArithmeticError) as exc:
-            raise RequestError("the chat template could not be applied") from exc
+            raise RequestError(
+                f"the chat template failed on these messages ({type(exc).__name__}); send shorter "
+                "or less deeply nested messages"
+            ) from exc
 
 
 class _GenerationTag(Extension):
@@ -142,8 +145,8 @@ class Tokenizer:
         """
         if max_tokens is not None and len(text) > max_tokens * self._longest:
             raise PromptTooLong(
-                f"the prompt has {len(text)} characters, and {max_tokens} tokens hold at most "
-                f"{max_tokens * self._longest}"
+                f"the prompt has {len(text)} characters, but the limit of {max_tokens} tokens allows at "
+                f"most {max_tokens * self._longest}; shorten the prompt"
             )
         try:
             ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids

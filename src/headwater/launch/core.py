@@ -238,8 +238,8 @@ def _scheduler(
     max_model_len = config.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ConfigError(
-            f"--max-model-len {max_model_len} is more than the {model.max_model_len} the model "
-            "was made for"
+            f"--max-model-len {max_model_len} is more than the {model.max_model_len} positions of "
+            "the model; lower it"
         )
     settings = SchedulerConfig(
         max_model_len=max_model_len,

@@ -47,7 +47,9 @@ def find_model(model: str | None, revision: str | None = None) -> FoundModel:
     """
     if model is None or not is_hub_name(model):
         if revision is not None:
-            raise ConfigError("--revision needs a model by its Hugging Face name")
+            raise ConfigError(
+                "--revision needs a Hugging Face name as the model; leave it out for a local folder"
+            )
         return FoundModel(model, None)
     folder = cached_folder(model, revision)
     if folder is None:

@@ -51,8 +51,8 @@ class KeptHost:
             pages = mmap.mmap(self._blocks, num_bytes)
         except (OSError, ValueError) as exc:
             raise ConfigError(
-                f"a host tier of {num_bytes / (1 << 30):.1f} GiB is more memory than there is: "
-                f"{exc}"
+                f"a host tier of {num_bytes / (1 << 30):.1f} GiB cannot be allocated: {exc}; "
+                "lower --swap-space"
             ) from exc
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -55,7 +55,7 @@ def choose_limits(
     if num_tokens < num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {num_tokens} cannot hold one token for each of "
-            f"--max-num-seqs {num_seqs} sequences"
+            f"--max-num-seqs {num_seqs} sequences; raise the first or lower the second"
         )
     is_chosen = config.max_num_seqs is None or config.max_batched_tokens is None
     return StepLimits(num_seqs, num_tokens, is_chosen)

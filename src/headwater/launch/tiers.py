@@ -61,13 +61,13 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
         # The system would allocate the memory and kill the process when the tier has filled.
         raise ConfigError(
             f"--swap-space {config.swap_space_gib:g} is more than the {free / _GIB:.1f} GiB of "
-            "main memory that are free here"
+            "main memory that are free; lower it"
         )
     num_blocks = int(config.swap_space_gib * _GIB) // slot_bytes(layout.block_bytes)
     if not num_blocks:
         raise ConfigError(
-            f"--swap-space {config.swap_space_gib:g} does not hold one block of "
-            f"{layout.block_bytes / (1 << 20):.1f} MiB"
+            f"--swap-space {config.swap_space_gib:g} is too small for one block of "
+            f"{layout.block_bytes / (1 << 20):.1f} MiB; raise it"
         )
     return num_blocks
 

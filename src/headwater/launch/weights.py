@@ -36,9 +36,9 @@ def load_weights(name: str) -> Weights | None:
                 text = file.read(_MAX_BYTES)
         return _parse(json.loads(text))
     except OSError as exc:
-        raise ConfigError(f"--weights {name}: cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"--weights {name} cannot be read: {exc.strerror}") from exc
     except (ValueError, KeyError, TypeError, ConfigError) as exc:
-        raise ConfigError(f"--weights {name}: not a file of weights: {exc}") from exc
+        raise ConfigError(f"--weights {name} is not a file of weights: {exc}") from exc
 
 
 def save_weights(weights: Weights, path: Path) -> None:
@@ -52,7 +52,7 @@ def save_weights(weights: Weights, path: Path) -> None:
     try:
         path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
     except OSError as exc:
-        raise ConfigError(f"--save-weights {path}: {exc.strerror}") from exc
+        raise ConfigError(f"--save-weights {path} cannot be written: {exc.strerror}") from exc
 
 
 def save_learned(weights: Weights, path: Path, *, before: Weights | None, trace: Path) -> None:

@@ -56,7 +56,7 @@ class PluginConfig:
                 f"max_waiting_writes must be positive, got {self.max_waiting_writes}"
             )
         if self.adapters not in (None, "named"):
-            raise ConfigError(f'adapters is "named" or absent, got {self.adapters!r}')
+            raise ConfigError(f'adapters must be "named" or left out, got {self.adapters!r}')
 
     @classmethod
     def read(cls, given: Mapping[str, Any], plugin: str) -> "PluginConfig":
@@ -64,7 +64,9 @@ class PluginConfig:
         rest = dict(given)
         config = rest.pop("config", {})
         if not isinstance(config, Mapping):
-            raise ConfigError(f"config of {plugin} is an object of settings, got {config!r}")
+            raise ConfigError(
+                f"config of {plugin} must be an object of settings, got {config!r}"
+            )
         return replace(read_settings(cls, rest, plugin), config=dict(config))
 
     def timeouts(self) -> TransferConfig:

@@ -38,4 +38,6 @@ def _installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError as error:
-        raise ConfigError(f"{package} is not installed in this Python environment") from error
+        raise ConfigError(
+            f"{package} is not installed in this Python environment; install it there"
+        ) from error

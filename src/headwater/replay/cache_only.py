@@ -56,7 +56,7 @@ class CacheOnly:
         record_events: bool = False,
     ) -> None:
         if capacity_blocks < 0:
-            raise ConfigError(f"a cache must hold at least one block, got {capacity_blocks}")
+            raise ConfigError(f"--capacity-blocks cannot be negative, got {capacity_blocks}")
         self._capacity = capacity_blocks
         self.cache = TieredCache(
             CacheConfig(

@@ -50,7 +50,9 @@ def calibrated(machine: Machine, path: Path) -> Machine:
             links[name] = _with_bandwidth(links.get(name), bytes_s, _step_share(result, name))
             taken.append(name)
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"--calibrate {path}: a figure is not as expected: {exc!r}") from exc
+        raise ConfigError(
+            f"--calibrate {path}: a figure is missing or has the wrong type: {exc!r}"
+        ) from exc
     if not taken:
         raise ConfigError(
             f"--calibrate {path} has no figures for the cost model; it takes the JSON of "
@@ -73,7 +75,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except ValueError as exc:
         raise ConfigError(f"--calibrate {path} is not JSON: {exc}") from exc
     if not isinstance(result, dict):
-        raise ConfigError(f"--calibrate {path} is not one JSON object")
+        raise ConfigError(f"--calibrate {path} must be one JSON object")
     return result
 
 

@@ -55,7 +55,7 @@ def check_picture(where: Path) -> None:
     suffix = where.suffix.removeprefix(".").lower()
     if suffix and suffix not in FORMATS:
         raise ConfigError(
-            f"--picture is a folder, or a file that ends in .png or .svg: {where}"
+            f"--picture must be a folder or a file that ends in .png or .svg, got {where}"
         )
 
 

@@ -65,9 +65,9 @@ class StepCost:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
         if self.expert_share > 1.0:
-            raise ConfigError(f"expert_share is at most 1, got {self.expert_share}")
+            raise ConfigError(f"expert_share must be at most 1, got {self.expert_share}")
         if self.launch_s + self.weights_s <= 0:
-            raise ConfigError("a step must take some time: give launch_s, weights_s or token_s")
+            raise ConfigError("a step must take some time: give launch_s or weights_s")
 
     def seconds(
         self, *, prompt_tokens: int, pairs: int, rows: int, context: Count

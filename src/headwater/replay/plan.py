@@ -77,7 +77,7 @@ class Grid:
         ]
         if len(made) > _MAX_POINTS:
             raise ConfigError(
-                f"{len(made)} combinations are more than {_MAX_POINTS}: give fewer values"
+                f"the values give {len(made)} combinations; the limit is {_MAX_POINTS}: give fewer values"
             )
         return made
 

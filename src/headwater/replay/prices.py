@@ -44,8 +44,8 @@ def parse_prices(terms: list[str]) -> Prices:
             value = -1.0
         if name not in PRICED or not 0 <= value < float("inf"):
             raise ConfigError(
-                f"--price {term!r} is not understood; write for example host=3,storage=0.1 with "
-                f"{', '.join(PRICED)}: of an instance, and of a GiB of each tier"
+                f"--price {term!r} is not NAME=NUMBER; write for example host=3,storage=0.1. Names are "
+                f"{', '.join(PRICED)}: the price of an instance, and of a GiB of each tier"
             )
         prices[name] = value
     return Prices(prices)

@@ -45,7 +45,8 @@ def _read_header(line: str, path: Path) -> int:
         header = json.loads(line)
         if header[_MARK] != _VERSION:
             raise ConfigError(
-                f"the recording {path} is of version {header[_MARK]!r}; this reads {_VERSION}"
+                f"the recording {path} has version {header[_MARK]!r}, but this program reads version {_VERSION}; "
+                "record the traffic again"
             )
         block_tokens = header["block_tokens"]
         if type(block_tokens) is not int or not 1 <= block_tokens <= _MAX_BLOCK:

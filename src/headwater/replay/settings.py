@@ -50,19 +50,24 @@ class SimConfig:
 
     def __post_init__(self) -> None:
         if self.num_instances < 1:
-            raise ConfigError(f"{self.num_instances} instances cannot serve; give at least 1")
+            raise ConfigError(f"a replay needs at least 1 instance, got {self.num_instances}")
         if not 0 <= self.num_prefill < self.num_instances:
             raise ConfigError(
-                f"of {self.num_instances} instances, {self.num_prefill} cannot be prefill instances"
+                f"at least one of {self.num_instances} instances must decode, got {self.num_prefill} "
+                "prefill instances"
             )
         if self.storage_gib and not self.host_gib:
             raise ConfigError("storage needs a host tier to pass through: give --host-gib")
         for name in ("device_gib", "host_gib", "storage_gib"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} is a size in GiB, got {value}")
+                raise ConfigError(
+                    f"{name} must be a size in GiB that is not negative, got {value}"
+                )
         if self.cache().device_blocks < 1:
-            raise ConfigError("the device's memory does not hold one block; raise --device-gib")
+            raise ConfigError(
+                "the device's memory is too small for one block; raise --device-gib"
+            )
 
     @property
     def block_bytes(self) -> int:

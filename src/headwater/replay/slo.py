@@ -50,8 +50,8 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
         match = _TERM.fullmatch(term.strip())
         if match is None:
             raise ConfigError(
-                f"--slo {term!r} is not understood; write for example ttft_p99=2s,itl_p99=50ms "
-                f"with {', '.join(METRICS)} and us, ms or s"
+                f"--slo {term!r} is not METRIC_PERCENTILE=TIME; write for example "
+                f"ttft_p99=2s,itl_p99=50ms. Metrics are {', '.join(METRICS)}, units us, ms and s"
             )
         metric, percentile, number, unit = match.groups()
         bounds.append(Bound(metric, float(percentile), float(number) * _UNITS[unit]))

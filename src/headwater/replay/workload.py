@@ -27,14 +27,14 @@ class TraceLoad:
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"--limit is a number of requests, got {self.limit}")
+            raise ConfigError(f"--limit must be at least 1 request, got {self.limit}")
 
     def requests(self) -> list[TraceRequest]:
         """The requests, sorted by time. Raises ConfigError if there are none."""
         read = read_recording if is_recording(self.trace) else read_trace
         requests = read(self.trace, self.limit)
         if not requests:
-            raise ConfigError(f"the trace {self.trace} has no requests")
+            raise ConfigError(f"the trace {self.trace} has no requests; give another file")
         requests.sort(key=lambda request: request.arrival_s)
         return at_speed(scaled(requests, self.scale, seed=self.seed), self.speed)
 
@@ -42,7 +42,7 @@ class TraceLoad:
 def at_speed(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
     """The same requests in 1 / `factor` of the time."""
     if not 0 < factor < float("inf"):
-        raise ConfigError(f"--speed is a factor such as 2 or 0.5, got {factor}")
+        raise ConfigError(f"--speed must be a positive factor such as 2 or 0.5, got {factor}")
     if factor == 1:
         return list(requests)
     return [replace(request, arrival_s=request.arrival_s / factor) for request in requests]
@@ -52,13 +52,15 @@ def scaled(requests: Sequence[TraceRequest], factor: float, *, seed: int) -> lis
     """`factor` times the sessions: below 1 a random part of them; above 1 copies, which share
     with the original only the beginnings that sessions share anyway."""
     if not 0 < factor < float("inf"):
-        raise ConfigError(f"--scale is a factor such as 2 or 0.5, got {factor}")
+        raise ConfigError(f"--scale must be a positive factor such as 2 or 0.5, got {factor}")
     if factor == 1 or not requests:
         return list(requests)
     shared = trunks(requests)
     stride = 1 + max((i for request in requests for i in request.hash_ids), default=0)
     if stride * int(np.ceil(factor)) * requests[0].block_tokens > MAX_TOKEN:
-        raise ConfigError(f"--scale {factor:g} makes more blocks than there are numbers for")
+        raise ConfigError(
+            f"--scale {factor:g} makes more different blocks than can be numbered; lower it"
+        )
     sessions = [
         next((i for i in request.hash_ids if i not in shared), -1) for request in requests
     ]

@@ -78,7 +78,7 @@ class SchedulerConfig:
         _at_least(1, "max_write_blocks", self.max_write_blocks)
         if self.load_policy not in ("priced", "best_effort", "wait", "deadline"):
             raise ConfigError(
-                f"load_policy is priced, best_effort, wait or deadline, got {self.load_policy!r}"
+                f"load_policy must be priced, best_effort, wait or deadline, got {self.load_policy!r}"
             )
         if self.load_timeout_s < 0:
             raise ConfigError(f"load_timeout_s cannot be negative, got {self.load_timeout_s}")
@@ -95,7 +95,7 @@ class SchedulerConfig:
         if self.long_prefill_tokens is not None:
             _at_least(1, "long_prefill_tokens", self.long_prefill_tokens)
         if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy is fcfs or priority, got {self.policy!r}")
+            raise ConfigError(f"policy must be fcfs or priority, got {self.policy!r}")
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batched_tokens {self.max_batched_tokens} cannot hold one token for each "

@@ -215,7 +215,7 @@ class SequenceTable:
         """Make a sequence of `request` and queue it; RequestError if it can never be served."""
         if request.request_id in self.alive:
             raise RequestError(
-                f"a request named {request.request_id!r} is running already; use another id"
+                f"a request with the id {request.request_id!r} is already running; use another id"
             )
         end = length_end(request, max_model_len)
         stops = request.params.stop_token_ids

@@ -102,8 +102,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be at least {least}, got {count}")
         if self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens {self.min_tokens} is more than the {self.max_tokens} that may be "
-                "generated"
+                f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}; lower min_tokens"
             )
 
     @property
@@ -155,18 +154,19 @@ class Request:
     def __post_init__(self) -> None:
         if not 0 <= self.num_resumed_tokens <= len(self.tokens):
             raise RequestError(
-                f"{self.num_resumed_tokens} of {len(self.tokens)} tokens cannot be output"
+                f"num_resumed_tokens must be between 0 and the {len(self.tokens)} tokens of the "
+                f"request, got {self.num_resumed_tokens}"
             )
         if self.cache_hint is not None:
             _check_hint(self.cache_hint, self.session_id)
         if self.load_policy is not None and self.load_policy not in get_args(LoadPolicy):
             raise RequestError(
-                f"load_policy is {', '.join(get_args(LoadPolicy))}; got {self.load_policy!r}"
+                f"load_policy must be one of {', '.join(get_args(LoadPolicy))}; got {self.load_policy!r}"
             )
         wait_s = self.load_timeout_s
         if wait_s is not None and not 0.0 <= wait_s <= MAX_LOAD_TIMEOUT_S:
             raise RequestError(
-                f"load_timeout_s is between 0 and {MAX_LOAD_TIMEOUT_S:g}, got {wait_s}"
+                f"load_timeout_s must be between 0 and {MAX_LOAD_TIMEOUT_S:g}, got {wait_s}"
             )
 
 
@@ -175,7 +175,9 @@ def _check_hint(hint: Hint, session_id: str) -> None:
         raise RequestError("cache_hint applies to a session; give session_id with it")
     in_s = hint.returns_in_s
     if in_s is not None and not 0.0 <= in_s <= MAX_RETURNS_IN_S:
-        raise RequestError(f"returns_in_s is between 0 and {MAX_RETURNS_IN_S:g}, got {in_s}")
+        raise RequestError(
+            f"returns_in_s must be between 0 and {MAX_RETURNS_IN_S:g}, got {in_s}"
+        )
 
 
 def length_end(request: Request, max_model_len: int) -> int:
@@ -186,12 +188,13 @@ def length_end(request: Request, max_model_len: int) -> int:
         raise RequestError("the prompt is empty; give at least one token")
     if num_tokens >= max_model_len:
         raise PromptTooLong(
-            f"the prompt has {num_tokens} tokens; with one token of output at most "
-            f"{max_model_len - 1} are possible here"
+            f"the prompt has {num_tokens} tokens; the limit is {max_model_len} including at least "
+            "one output token. Shorten the prompt"
         )
     if request.num_resumed_tokens >= request.params.max_tokens:
         raise RequestError(
-            f"all {request.params.max_tokens} output tokens exist already; raise max_tokens"
+            f"the request resumes after {request.num_resumed_tokens} output tokens, and max_tokens "
+            f"is {request.params.max_tokens}; raise max_tokens"
         )
     return min(
         num_tokens - request.num_resumed_tokens + request.params.max_tokens, max_model_len

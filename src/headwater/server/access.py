@@ -132,7 +132,7 @@ class AccessPolicy:
         needed = _needed_scope(path)
         if needed not in key.scopes and "admin" not in key.scopes:
             raise RequestRefused(
-                f"the key {key.name!r} has no {needed!r} scope, which {path[:100]} needs",
+                f"the key {key.name!r} has no {needed!r} scope, which {path[:100]} needs; use another key",
                 status=403,
                 code="insufficient_scope",
             )
@@ -142,8 +142,8 @@ class AccessPolicy:
         """An API key does not register instances: only the peer token does."""
         if not self._is_insecure:
             raise RequestRefused(
-                "the peer token is missing or wrong; start the instance with the router's "
-                "--peer-token",
+                "the peer token is missing or wrong; start instance and router with the same "
+                "--peer-token-file",
                 status=403,
                 code="peer_token",
             )
@@ -166,7 +166,8 @@ class AccessPolicy:
         origin, host = headers.get(b"origin"), headers.get(b"host")
         if origin and _authority(origin) != host.lower():
             raise RequestRefused(
-                f"requests from pages of {origin[:100]!r} are not accepted",
+                f"requests from web pages of {origin[:100]!r} are not accepted; call this server from a "
+                "program, or through a proxy under the same origin",
                 status=403,
                 code="cross_origin",
             )
@@ -232,7 +233,10 @@ def _forwarded_caller(headers: "_Headers") -> Caller:
     try:
         return msgspec.json.decode(base64.b64decode(value, validate=True), type=Caller)
     except (ValueError, msgspec.DecodeError) as exc:
-        raise RequestRefused(f"{CALLER_HEADER} is malformed", code="bad_caller") from exc
+        raise RequestRefused(
+            f"{CALLER_HEADER} is not base64 of a caller; only a router may send it",
+            code="bad_caller",
+        ) from exc
 
 
 def _needed_scope(path: str) -> Scope:

@@ -56,7 +56,7 @@ async def health_generate(request: Request) -> Response:
     except TimeoutError as exc:
         raise RequestRefused(
             f"the engine generated no token within {_DEEP_TIMEOUT_S:.0f} s; it is overloaded or "
-            "hangs",
+            "does not respond",
             status=503,
         ) from exc
     return JsonResponse(Health())

@@ -56,7 +56,8 @@ def _check_fields(body: msgspec.Struct) -> None:
         size = len(msgspec.msgpack.encode(value))
         if size > MAX_FIELD_BYTES:
             raise RequestRefused(
-                f"{name} has {size} bytes; the limit is {MAX_FIELD_BYTES}", param=name
+                f"{name} has {size} bytes; the limit is {MAX_FIELD_BYTES}. Send a shorter value",
+                param=name,
             )
 
 

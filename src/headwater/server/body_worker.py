@@ -24,7 +24,7 @@ def parse(raw: bytes, kind: type[msgspec.Struct], max_ids: int) -> ParsedBody:
 def _pack(ids: list[int], max_ids: int) -> bytes:
     if len(ids) > max_ids:
         raise RequestRefused(
-            f"a list has {len(ids)} token ids; the limit is {max_ids}",
+            f"a prompt has {len(ids)} token ids; the limit is {max_ids}. Shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -34,7 +34,10 @@ def _pack(ids: list[int], max_ids: int) -> bytes:
             param="prompt",
         )
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
-        raise RequestRefused("a token id is negative or not below 2^31", param="prompt")
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestRefused(
+            f"a token id must be at least 0 and below 2^31, got {wrong}", param="prompt"
+        )
     return np.array(ids, dtype=np.int32).tobytes()
 
 

@@ -75,7 +75,9 @@ async def chat_job(
 def _num_logprobs(body: ChatRequest, service: Service) -> int | None:
     if not body.logprobs:
         if body.top_logprobs:
-            raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
+            raise RequestRefused(
+                "top_logprobs needs logprobs: true; send both or neither", param="top_logprobs"
+            )
         return None
     return num_logprobs(body.top_logprobs or 0, service.config.limits, param="top_logprobs")
 

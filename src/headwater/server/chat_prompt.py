@@ -122,12 +122,16 @@ def use_of(
         raise RequestRefused("two tools have the same name", param="tools")
     if not tools:
         if mode == "required" or name is not None:
-            raise RequestRefused("tool_choice needs tools", param="tool_choice")
+            raise RequestRefused(
+                "tool_choice needs tools; send tools or leave out tool_choice",
+                param="tool_choice",
+            )
         return ToolUse()
     named = [tool for tool in tools if name is None or tool.name == name]
     if not named:
         raise RequestRefused(
-            f"tool_choice names {name!r}, which is not in tools", param="tools"
+            f"tool_choice names {name!r}, which is not in tools; name one of them",
+            param="tools",
         )
     return ToolUse(
         offered=tools,

@@ -83,7 +83,7 @@ async def _prompt_tokens(service: Service, body: CompletionRequest) -> list[Toke
     if len(prompts) > service.config.limits.max_prompts:
         raise RequestRefused(
             f"the request has {len(prompts)} prompts; the limit is "
-            f"{service.config.limits.max_prompts}",
+            f"{service.config.limits.max_prompts}. Send several requests",
             param="prompt",
         )
     add_special_tokens = body.add_special_tokens is not False
@@ -116,7 +116,10 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
             param="prompt",
         )
     if ids and not all(0 <= token < 1 << 31 for token in ids):
-        raise RequestRefused("a token id is not negative and below 2^31", param="prompt")
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestRefused(
+            f"a token id must be at least 0 and below 2^31, got {wrong}", param="prompt"
+        )
     if not prompt:
         raise RequestRefused("the prompt is empty; send at least one token", param="prompt")
     return [ids] if ids else [*texts, *lists]

@@ -173,7 +173,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(
-                f"--log-format is one of {', '.join(LOG_FORMATS)}; got {self.log_format!r}"
+                f"--log-format must be one of {', '.join(LOG_FORMATS)}; got {self.log_format!r}"
             )
         check_port(self.port)
         check_secret("--api-key", self.api_key)
@@ -182,11 +182,13 @@ class ServerConfig:
             check_router_url(url)
         if self.instance_name is not None and not _NAME.fullmatch(self.instance_name):
             raise ConfigError(
-                f"--instance-name has up to 64 letters, digits, dots and dashes; got "
+                f"--instance-name must have 1 to 64 letters, digits, dots and dashes, got "
                 f"{self.instance_name!r}"
             )
         if len(set(self.routers)) < len(self.routers):
-            raise ConfigError(f"--router names a router twice: {', '.join(self.routers)}")
+            raise ConfigError(
+                f"--router names a router twice, leave one out: {', '.join(self.routers)}"
+            )
         if not 1 <= self.api_workers <= MAX_API_WORKERS:
             raise ConfigError(
                 f"--api-workers must be between 1 and {MAX_API_WORKERS}, got {self.api_workers}"

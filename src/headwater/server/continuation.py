@@ -134,8 +134,8 @@ def _check(prompt: GenerationPrompt, entry: ResumedChoice, info: EngineInfo) -> 
     num_tokens, limit = len(entry.token_ids), prompt.params.max_tokens
     if num_tokens > limit or (num_tokens == limit and not entry.has_ended):
         raise RequestRefused(
-            f"a choice of {FIELD} has {num_tokens} tokens and max_tokens is {limit}; nothing is "
-            "left to generate",
+            f"an entry of {FIELD} has {num_tokens} tokens and max_tokens is {limit}, so nothing is "
+            "left to generate; raise max_tokens",
             param=FIELD,
         )
     if entry.token_ids:

@@ -219,7 +219,8 @@ def _reload_folder(service: Service, model: str | None) -> str | None:
     started = None if service.engine_config is None else service.engine_config.model
     if started is None or Path(model).resolve().parent != Path(started).resolve().parent:
         raise RequestRefused(
-            "model must be a folder beside the one this server was started with", param="model"
+            f"model must be a folder in the same parent folder as {started}, got {model[:256]!r}",
+            param="model",
         )
     return str(Path(model).resolve())
 

@@ -91,13 +91,13 @@ def _check(service: Service, conversation: Conversation) -> None:
     tools = conversation.tools
     if tools.mode == "auto" and service.model_output.tools is None:
         raise RequestRefused(
-            "the chat template of this model has no tools; send tool_choice 'required' or a "
-            "function's name, or start the server with --tool-call-parser",
+            "the chat template of this model has no format for tools; set tool_choice to "
+            "'required' or to a function, or start the server with --tool-call-parser",
             param="tools",
         )
     if tools.is_forced and conversation.structured is not None:
         raise RequestRefused(
-            "an answer is either a tool call or follows a format: send only one of "
+            "a response cannot both be a tool call and follow a format; send only one of "
             f"tool_choice and {conversation.structured_param}",
             param=conversation.structured_param,
         )

@@ -246,6 +246,8 @@ def _with_prefill(request: Request, service: Service, job: GenerationJob) -> Gen
             code="peer_token",
         )
     if not _ADDRESS.fullmatch(address):
-        raise RequestRefused(f"{PREFILL_HEADER} must be HOST:PORT", code="bad_address")
+        raise RequestRefused(
+            f"{PREFILL_HEADER} must be HOST:PORT, got {address[:256]!r}", code="bad_address"
+        )
     local = request.headers.get(FALLBACK_HEADER) == "local"
     return replace(job, prefill=address, local_fallback=local)

@@ -280,7 +280,7 @@ def structured_output(body: Sampling) -> StructuredOutput | None:
     given = {name: value for name, value in wanted.items() if value is not None}
     if len(given) > 1:
         raise RequestRefused(
-            f"an answer can be constrained in one way; got {', '.join(given)}",
+            f"a response can follow only one constraint; send one of {', '.join(given)}",
             param=list(given)[1],
         )
     for name, fields in given.items():
@@ -311,7 +311,8 @@ def _of_format(wanted: ResponseFormat | None) -> _Fields | None:
         return {"json_object": True}
     if wanted.json_schema is None:
         raise RequestRefused(
-            "response_format of type json_schema needs json_schema", param="response_format"
+            "response_format of type json_schema needs the field json_schema",
+            param="response_format",
         )
     return {"json": wanted.json_schema.schema}
 

@@ -88,7 +88,7 @@ async def _stored(service: Service, response_id: str, cache_salt: str) -> Stored
     if found is None:
         raise RequestRefused(
             f"the response {response_id[:140]!r} is not stored on this instance: it was never "
-            "stored, its time is over, or another instance has it",
+            "stored, its lifetime is over, or another instance has it. Send the whole conversation",
             param="previous_response_id",
             status=404,
             code="previous_response_not_found",

@@ -153,7 +153,9 @@ def _tool_choice(
         return choice
     if choice.type != "function" or choice.name is None:
         raise RequestRefused(
-            f"tool_choice of type {choice.type[:40]!r} is not supported", param="tool_choice"
+            f"tool_choice of type {choice.type[:40]!r} is not supported; send a mode or a function "
+            "with a name",
+            param="tool_choice",
         )
     return NamedToolChoice(function=FunctionName(name=choice.name))
 
@@ -164,7 +166,9 @@ def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
     if wanted.type == "json_object":
         return ResponseFormat(type="json_object")
     if wanted.schema is None:
-        raise RequestRefused("a format of type json_schema needs a schema", param="text")
+        raise RequestRefused(
+            "a format of type json_schema needs the field schema", param="text"
+        )
     return ResponseFormat(
         type="json_schema", json_schema=JsonSchemaFormat(schema=wanted.schema)
     )

@@ -54,7 +54,7 @@ class BlockFormat:
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != KEY_BYTES:
-            raise ConfigError(f"a fingerprint has 32 bytes, not {len(self.fingerprint)}")
+            raise ConfigError(f"a fingerprint must have 32 bytes, got {len(self.fingerprint)}")
         if self.block_bytes < 1:
             raise ConfigError(f"block_bytes must be positive, got {self.block_bytes}")
 

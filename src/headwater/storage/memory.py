@@ -35,7 +35,7 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < 1:
-            raise ConfigError("capacity_bytes must be positive")
+            raise ConfigError(f"capacity_bytes must be positive, got {self.capacity_bytes}")
 
 
 class MemoryStorage:

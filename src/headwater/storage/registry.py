@@ -42,7 +42,9 @@ def open_storage(
     except ModuleNotFoundError as error:
         raise ConfigError(f"storage backend {name!r} cannot be imported: {error}") from error
     except AttributeError as error:
-        raise ConfigError(f"module {module_name!r} has no {class_name!r}") from error
+        raise ConfigError(
+            f"storage backend {name!r} cannot be imported: {module_name!r} has no {class_name!r}"
+        ) from error
     late = LateStorage(
         name,
         lambda: backend.open(settings, opening),

@@ -66,6 +66,6 @@ def _convert(backend: str, name: str, value: Any, hint: Any) -> Any:  # noqa: AN
     if type(value) not in allowed:
         wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in allowed)
         raise ConfigError(
-            f"{name} of storage backend {backend!r} is of type {wanted}, got {value!r}"
+            f"{name} of storage backend {backend!r} must be of type {wanted}, got {value!r}"
         )
     return value

@@ -90,7 +90,7 @@ def _map(num_bytes: int) -> memoryview:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as exc:
         raise ConfigError(
-            f"a host tier of {num_bytes / (1 << 30):.1f} GiB is more memory than there is: {exc}"
+            f"a host tier of {num_bytes / (1 << 30):.1f} GiB cannot be allocated: {exc}; lower --swap-space"
         ) from exc
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

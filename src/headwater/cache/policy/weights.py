@@ -28,6 +28,8 @@ class Weights:
             ("features", self.features, (NUM_FEATURES, NUM_COLUMNS)),
         ):
             if array.shape != shape:
-                raise ConfigError(f"{name} has the shape {array.shape}, not {shape}")
+                raise ConfigError(f"{name} must have the shape {shape}, got {array.shape}")
             if not np.isfinite(array).all():
-                raise ConfigError(f"{name} has entries that are not numbers")
+                raise ConfigError(
+                    f"{name} has entries that are not finite numbers; learn the weights again"
+                )

@@ -69,7 +69,8 @@ class CudaCopier:
         self._part = pool.part
         if self._part is not None and self._part.whole.scale_bytes:
             raise ConfigError(
-                "KV in 8 bits cannot be copied by ranks on GPUs yet; leave out --kv-cache-dtype fp8"
+                "--kv-cache-dtype fp8 does not work with a host tier and several ranks on GPUs yet; "
+                "leave it out or give --swap-space 0"
             )
         self._block_bytes = slab.block_bytes
         self._runtime = Runtime(pool.device.index or 0)

@@ -110,7 +110,7 @@ class Ranks:
             except Empty:
                 raise ConfigError(
                     f"rank {rank.number} of {self.size} did not answer {kind.name} within "
-                    f"{timeout_s:g} s; its log lines say how far it came"
+                    f"{timeout_s:g} s; its log shows its last step"
                 ) from None
             if frame is None:
                 raise ConfigError(f"{self._failure}")

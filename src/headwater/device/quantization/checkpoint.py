@@ -96,18 +96,20 @@ class QuantizedCheckpoint:
             scheme = self._quantization.scheme_of(module, storage)
             if scheme is None:
                 raise ModelError(
-                    f"{name} is stored as '{storage}', and quantization_config "
-                    f"('{self._quantization.method}') does not say how"
+                    f"{name} is stored as '{storage}', but quantization_config "
+                    f"('{self._quantization.method}') does not describe this format"
                 )
             yield self._layer(module, scheme, tensor)
 
     def _layer(self, module: str, scheme: Scheme, main: StoredTensor) -> _Layer:
         if len(main.shape) != 2:
-            raise ModelError(f"{main.name} has the shape {_shape(main)}, not two dimensions")
+            raise ModelError(
+                f"{main.name} must have two dimensions, got the shape {_shape(main)}"
+            )
         if scheme.storage is Storage.FP8:
             return self._fp8_layer(module, scheme, main)
         if main.kind != "I32":
-            raise ModelError(f"{main.name} is of type {main.kind}, not I32")
+            raise ModelError(f"{main.name} must be of type I32, got {main.kind}")
         rows, columns = main.shape
         outputs, inputs = {
             Storage.PACKED: (rows, 8 * columns),
@@ -117,7 +119,7 @@ class QuantizedCheckpoint:
         group = scheme.group_size or inputs
         if inputs % group:
             raise ModelError(
-                f"{main.name} has {inputs} inputs, which groups of {group} do not divide"
+                f"{main.name} has {inputs} inputs, which is not a multiple of the group size {group}"
             )
         groups = inputs // group
         is_packed = scheme.storage is Storage.PACKED
@@ -138,13 +140,13 @@ class QuantizedCheckpoint:
 
     def _fp8_layer(self, module: str, scheme: Scheme, main: StoredTensor) -> _Layer:
         if main.kind != "F8_E4M3":
-            raise ModelError(f"{main.name} is of type {main.kind}; only F8_E4M3 is served")
+            raise ModelError(f"{main.name} is of type {main.kind}; only F8_E4M3 is supported")
         outputs, inputs = main.shape
         names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
         scales = next((name for name in names if name in self._tensors), None)
         if scales is None:
             raise ModelError(
-                f"{main.name} has no scales: neither {' nor '.join(names)} is there"
+                f"{main.name} has no scales: the files have no {' and no '.join(names)}"
             )
         stored = self._tensors[scales]
         allowed: list[tuple[int, ...]]
@@ -189,8 +191,8 @@ class QuantizedCheckpoint:
                     raise ModelError(f"{name} has scales for a weight that is not quantised")
             elif module not in self._layers and tensor.kind not in _PLAIN:
                 raise ModelError(
-                    f"{name} is of type {tensor.kind}, and quantization_config "
-                    f"('{self._quantization.method}') does not say how it is stored"
+                    f"{name} is of type {tensor.kind}, but quantization_config "
+                    f"('{self._quantization.method}') does not describe this type"
                 )
 
     def _read(self, name: str) -> Tensor:
@@ -229,7 +231,8 @@ class QuantizedCheckpoint:
             told = self._read(name).tolist()
             if told != [layer.outputs, layer.inputs]:
                 raise ModelError(
-                    f"{name} says {told}, and {layer.main} holds {layer.outputs}x{layer.inputs}"
+                    f"{name} gives the shape {told}, but {layer.main} has "
+                    f"{[layer.outputs, layer.inputs]}"
                 )
         return layer.inputs
 
@@ -261,7 +264,7 @@ class QuantizedCheckpoint:
             groups = self._read(index).long()
             size = layer.inputs // scales.shape[1]
             if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[1]:
-                raise ModelError(f"{index} names groups that {layer.scales} does not have")
+                raise ModelError(f"{index} refers to groups that {layer.scales} does not have")
             if torch.equal(groups, torch.arange(layer.inputs) // size):
                 groups = None
         return Int4Matrix(
@@ -278,8 +281,8 @@ def check_plain(folder: Path) -> None:
         for tensor in stored_tensors(path):
             if tensor.kind.startswith("F8") or tensor.name.endswith(tuple(MAIN_SUFFIXES)):
                 raise ModelError(
-                    f"{tensor.name} is of type {tensor.kind}, and config.json has no "
-                    "quantization_config"
+                    f"{tensor.name} is of type {tensor.kind}, but config.json has no "
+                    "quantization_config that describes it"
                 )
 
 

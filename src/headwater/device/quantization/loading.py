@@ -73,7 +73,7 @@ def _replace(module: nn.Module, name: str, matrix: QuantizedMatrix, dtype: torch
     parent, _, own = name.rpartition(".")
     plain: Any = module.get_submodule(name)
     if not isinstance(plain, nn.Linear):
-        raise ModelError(f"{name} is quantised, but it is not a linear layer of the model")
+        raise ModelError(f"{name} is quantised, but only linear layers can be quantised")
     found: Any = plain.bias
     bias = None if found is None else found.data.to(matrix.codes.device)
     quantized = QuantizedLinear(quantized_weight(matrix, dtype), bias)

@@ -27,24 +27,24 @@ def check_mxfp4(folder: Path) -> None:
     tensors = {t.name: t for path in weight_files(folder) for t in stored_tensors(path)}
     blocks = [name for name in tensors if name.endswith(_BLOCKS)]
     if not blocks:
-        raise ModelError(f"{folder} has quant_method 'mxfp4' and no tensor named *{_BLOCKS}")
+        raise ModelError(f"{folder} has quant_method 'mxfp4', but no tensor named *{_BLOCKS}")
     for name in blocks:
         _check_pair(tensors[name], tensors.get(name.removesuffix(_BLOCKS) + _SCALES))
 
 
 def _check_pair(blocks: StoredTensor, scales: StoredTensor | None) -> None:
     if scales is None:
-        raise ModelError(f"{blocks.name} has no scales beside it")
+        raise ModelError(f"{blocks.name} has no tensor with its scales")
     is_whole = len(blocks.shape) == 4 and blocks.shape[3] == _GROUP_BYTES
     if not is_whole or blocks.kind != "U8":
         raise ModelError(
-            f"{blocks.name} is {blocks.kind} of {blocks.shape}, not bytes of [experts, outputs, "
-            f"groups, {_GROUP_BYTES}]"
+            f"{blocks.name} must be bytes of the shape [experts, outputs, groups, {_GROUP_BYTES}], "
+            f"got {blocks.kind} of {blocks.shape}"
         )
     if scales.shape != blocks.shape[:3] or scales.kind != "U8":
         raise ModelError(
-            f"{scales.name} is {scales.kind} of {scales.shape}, and {blocks.name} needs bytes of "
-            f"{blocks.shape[:3]}"
+            f"{scales.name} must be bytes of the shape {blocks.shape[:3]} to fit {blocks.name}, got "
+            f"{scales.kind} of {scales.shape}"
         )
 
 

@@ -117,7 +117,7 @@ def _fp8(settings: Mapping[str, Any]) -> tuple[Scheme, ...]:
         return (Scheme(storage=Storage.FP8),)
     if not _are_positive(size) or len(size) != 2:
         raise ModelError(
-            f"quantization_config: weight_block_size is two positive numbers, not {size!r}"
+            f"quantization_config: weight_block_size must be two positive numbers, got {size!r}"
         )
     return (Scheme(storage=Storage.FP8, block=(size[0], size[1])),)
 
@@ -164,7 +164,7 @@ def _group_size(method: str, settings: Mapping[str, Any]) -> int | None:
         return None
     if not _are_positive([size]):
         raise ModelError(
-            f"quantization_config: group_size of {method} is positive or -1, not {size!r}"
+            f"quantization_config: group_size of {method} must be positive or -1, got {size!r}"
         )
     return int(size)
 

@@ -99,7 +99,9 @@ class SenderPool:
         senders = self._senders.setdefault(peer, {})
         if address not in senders:
             if len(senders) == _MAX_ADDRESSES:
-                raise ConfigError(f"{peer} names more than {_MAX_ADDRESSES} link addresses")
+                raise ConfigError(
+                    f"{peer} names more than {_MAX_ADDRESSES} link addresses, which is the limit"
+                )
             senders[address] = self._connect(address)
         return senders[address]
 

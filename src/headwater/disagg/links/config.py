@@ -53,7 +53,10 @@ class LinkConfig:
                 "links need a token that all instances share; set HEADWATER_PEER_TOKEN"
             )
         if min(self.frame_bytes, self.num_cells, self.max_senders) < 1:
-            raise ConfigError("frame_bytes, num_cells and max_senders must be at least 1")
+            raise ConfigError(
+                "frame_bytes, num_cells and max_senders must be at least 1, got "
+                f"{self.frame_bytes}, {self.num_cells} and {self.max_senders}"
+            )
         if min(self.connect_timeout_s, self.stall_timeout_s) <= 0:
             raise ConfigError(
                 "connect_timeout_s and stall_timeout_s must be positive, got "

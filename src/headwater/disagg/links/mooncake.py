@@ -70,7 +70,9 @@ class TransferEngine:
             config.mooncake_devices,
         )
         if code != 0:
-            raise ConfigError(f"the Mooncake Transfer Engine did not start: code {code}")
+            raise ConfigError(
+                f"the Mooncake Transfer Engine did not start (code {code}); its log lines above say why"
+            )
         self.name = f"{config.reachable_host}:{self._engine.get_rpc_port()}"
 
         self._lock = Lock()

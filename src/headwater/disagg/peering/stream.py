@@ -116,7 +116,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=64)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error}; choose another port"
+            f"cannot listen on {host} port {port}: {error}; choose another address or port"
         ) from error
 
 

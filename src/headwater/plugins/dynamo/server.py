@@ -58,7 +58,9 @@ class OwnServer:
                 info: dict[str, Any] = await self.get("/server_info")
                 return info
             await asyncio.sleep(_POLL_S)
-        raise ConfigError(f"headwater serve was not ready after {_START_S:g} s")
+        raise ConfigError(
+            f"headwater serve was not ready after {_START_S:g} s; its log lines are above"
+        )
 
     async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """The JSON at `path`."""

@@ -102,7 +102,8 @@ class ConnectorConfig:
         count = self.host_bytes // slot_bytes(shape.page_bytes)
         if count < 1:
             raise ConfigError(
-                f"host_bytes of {self.host_bytes} does not hold one block of {shape.page_bytes}"
+                f"host_bytes of {self.host_bytes} is too small for one block of {shape.page_bytes} bytes; "
+                "raise it"
             )
         return count
 

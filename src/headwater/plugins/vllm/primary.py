@@ -13,7 +13,7 @@ class PrimaryMemory(HostSlab):
         """`view` has a row for each chunk; `SecondaryTierManager` gets it from vLLM."""
         if view.ndim != 2 or view.shape is None or not view.c_contiguous:
             raise ConfigError(
-                f"vLLM's primary tier is a contiguous view of rows, got shape {view.shape}"
+                f"vLLM's primary tier must be a contiguous view of rows, got shape {view.shape}"
             )
         self.memory = view.cast("B")
         self.num_slots = view.shape[0]

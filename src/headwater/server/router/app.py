@@ -108,7 +108,9 @@ async def register(request: Request) -> Response:
     raw = await read_raw(request, MAX_BYTES)
     if not check_digest(request.headers.get(DIGEST_HEADER), raw):
         raise RequestRefused(
-            "the body does not match its signed digest", status=403, code="peer_token"
+            "the body does not match its signed digest; it was changed on the way. Send it again",
+            status=403,
+            code="peer_token",
         )
     router.registry.register(decode_json(raw, Registration))
     return JsonResponse(Registered(heartbeat_s=router.config.heartbeat_s))

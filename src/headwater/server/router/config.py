@@ -67,7 +67,7 @@ class RouterConfig:
         check_port(self.port)
         if not 0 < self.heartbeat_s < self.stale_s < self.forget_s:
             raise ConfigError(
-                f"heartbeat_s < stale_s < forget_s is needed, got {self.heartbeat_s:g}, "
+                f"heartbeat_s must be less than stale_s, and stale_s less than forget_s, got {self.heartbeat_s:g}, "
                 f"{self.stale_s:g}, {self.forget_s:g}"
             )
         if self.prefill_threshold < 0:

@@ -166,8 +166,8 @@ class Forwarder:
             )
         if owner is None:
             raise RequestRefused(
-                f"the response {response_id[:140]!r} is not stored on any instance: its time is "
-                "over, or its instance was stopped",
+                f"the response {response_id[:140]!r} is not stored on any instance: its lifetime "
+                "is over, or its instance was stopped. Send the whole conversation",
                 param="previous_response_id",
                 status=404,
                 code="previous_response_not_found",
@@ -245,5 +245,5 @@ def _raw_path(request: Request) -> str:
     if any(unquote(segment) in (".", "..") for segment in path.split("/")) or ".." in unquote(
         path
     ).split("/"):
-        raise RequestRefused("the path has a '..' segment", status=404)
+        raise RequestRefused("the path has a '..' segment; send a path without one", status=404)
     return path

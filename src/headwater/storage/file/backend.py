@@ -60,7 +60,7 @@ class FileConfig:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ConfigError("the file backend needs a path")
+            raise ConfigError("storage backend 'file' needs the setting path, a directory")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be positive, got {self.num_threads}")
         if self.slab_bytes < 1 or self.reserve_bytes < 0:
@@ -78,8 +78,8 @@ class FileConfig:
         geometry = Geometry(form, num_slots)
         if geometry.total_bytes > self.capacity_bytes:
             raise ConfigError(
-                f"capacity_bytes of {self.capacity_bytes} is too little: a slab of one block "
-                f"takes {geometry.total_bytes}"
+                f"capacity_bytes is {self.capacity_bytes}, but a slab of one block takes "
+                f"{geometry.total_bytes}; raise it"
             )
         return geometry
 

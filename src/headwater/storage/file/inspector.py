@@ -67,7 +67,9 @@ class StorageInspector:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a directory")
+            raise ConfigError(
+                f"{path} is not a directory; give the path of a storage directory"
+            )
         if not (path / "lock").exists():
             raise ConfigError(f"{path} is not a storage directory: it has no file named 'lock'")
         self._directory = SlabDirectory(path)

@@ -135,8 +135,8 @@ class MooncakeStorage:
                 [code] = self._io_threads.run([join], timeout_s=config.join_timeout_s)
             if code != 0:
                 raise ConfigError(
-                    f"cannot join the Mooncake pool of the master at {config.master} ({code}); "
-                    "is mooncake_master running there?"
+                    f"cannot join the Mooncake pool of the master at {config.master} (code {code}); "
+                    "check that mooncake_master runs there"
                 )
         except BaseException:
             self._closed = True

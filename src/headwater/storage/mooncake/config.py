@@ -71,9 +71,13 @@ class MooncakeConfig:
 
     def __post_init__(self) -> None:
         if self.protocol not in ("tcp", "rdma"):
-            raise ConfigError(f"Mooncake's protocol is tcp or rdma, got {self.protocol!r}")
+            raise ConfigError(f"Mooncake's protocol must be tcp or rdma, got {self.protocol!r}")
         if self.num_threads < 1 or self.segment_bytes < 0 or self.buffer_bytes < 0:
-            raise ConfigError("mooncake sizes and counts cannot be negative")
+            raise ConfigError(
+                "num_threads of storage backend 'mooncake' must be at least 1, segment_bytes and "
+                f"buffer_bytes not negative, got {self.num_threads}, {self.segment_bytes} and "
+                f"{self.buffer_bytes}"
+            )
 
 
 def mooncake_config(settings: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeConfig:

@@ -47,7 +47,9 @@ def tls_context(config: RedisConfig) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=config.tls_ca_file)
     except OSError as error:
-        raise ConfigError(f"tls_ca_file {config.tls_ca_file!r}: {error}") from error
+        raise ConfigError(
+            f"tls_ca_file {config.tls_ca_file!r} cannot be used: {error}"
+        ) from error
     if config.tls_cert_file is not None:
         try:
             context.load_cert_chain(config.tls_cert_file, config.tls_key_file)

@@ -57,11 +57,13 @@ class Address:
             raise _no_url(url)
         db = parts.path.strip("/")
         if db and not db.isdigit():
-            raise ConfigError(f"the database in a Redis URL is a number, got {db!r}")
+            raise ConfigError(f"the database in a Redis URL must be a number, got {db!r}")
         try:
             port = parts.port or 6379
         except ValueError as error:
-            raise ConfigError(f"{_masked(url)!r} has no usable port") from error
+            raise ConfigError(
+                f"{_masked(url)!r} has no valid port; write a number from 1 to 65535"
+            ) from error
         if parts.username and not parts.password:
             raise ConfigError(
                 f"{_masked(url)!r} has a user and no password; write redis://user:password@host"
