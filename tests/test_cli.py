@@ -323,7 +323,7 @@ def test_a_flag_of_another_server_gets_a_message(flag, capsys):
 
 
 def test_a_flag_that_is_explained_is_not_one_of_ours_and_names_only_ours():
-    """The sentences stay true when flags are added or renamed."""
+    """The messages stay true when flags are added or renamed."""
     ours = set(parse().flags)
     named = {
         word

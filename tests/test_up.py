@@ -23,7 +23,7 @@ from headwater.testing.ports import free_port
         (["--prefill", "1"], "need --decode instances"),
         (["--mixed", "2", "--gpus", "0"], "each of the 2 instances"),
         (["--mixed", "1", "--gpus", "first"], "each of the 1 instances"),
-        (["--mixed", "2", "--instance-ports", "8200-8200"], "no room for 2 instances"),
+        (["--mixed", "2", "--instance-ports", "8200-8200"], "too few ports for 2 instances"),
         (["--mixed", "1", "--instance-ports", "some"], "give one port, as 8200"),
         (["--mixed", "1", "--gpus", "0", "--", "--device", "cpu"], "leave one out"),
         (["--mixed", "1", "--gpus", "0", "--", "--device=cpu"], "leave one out"),

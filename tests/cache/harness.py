@@ -161,7 +161,7 @@ class CacheHarness:
             assert isinstance(plan, LoadJob)
             assert 0 < plan.num_blocks <= limit
             self.jobs.append(plan)
-            # Lesson 26: others who want the same blocks share this load.
+            # Lesson 26: other requests for the same blocks share this load.
             again = self.cache.match(path)
             assert again.loading is plan
             assert self.cache.plan_load(again, limit_blocks=limit, now=self.now) is None

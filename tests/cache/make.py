@@ -51,7 +51,7 @@ def done(plan):
     return JobOutcome(job=plan.job, status=JobStatus.DONE)
 
 
-def make_demoted(blocks=(1, 2), **settings):
+def make_on_host(blocks=(1, 2), **settings):
     """A cache whose only blocks are on the host."""
     cache = make_cache(4, host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH, **settings)
     serve(cache, make_path(*blocks))

@@ -21,7 +21,7 @@ from tests.cache.make import (
     blocks_by_tier,
     done,
     make_cache,
-    make_demoted,
+    make_on_host,
     make_path,
     serve,
     write_down,
@@ -248,7 +248,7 @@ def test_evicted_sessions_keep_no_tokens():
 
 
 def test_check_notices_every_bound_that_is_broken(monkeypatch):
-    """Nodes only in storage, the write queue, sessions and ghosts; each break is a sentence."""
+    """Nodes only in storage, the write queue, sessions and ghosts; each violation is reported."""
     stored = make_stored(max_stored_nodes=1)
     for number in range(3):
         serve(stored, make_path(number))
@@ -356,7 +356,7 @@ def test_a_match_is_not_current_after_an_eviction_to_the_host():
 
 def test_an_owner_is_told_after_the_cache_has_applied_the_outcome():
     """One dispatch per outcome: the owner sees the new state, and is told each end once."""
-    cache = make_demoted()
+    cache = make_on_host()
     told = []
 
     class Owner:
@@ -373,7 +373,7 @@ def test_an_owner_is_told_after_the_cache_has_applied_the_outcome():
 
 def test_a_deferred_outcome_is_applied_later():
     """While a step in flight uses the slots of a job, its end changes nothing."""
-    cache = make_demoted()
+    cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     cache.defer_job(plan.job)
 

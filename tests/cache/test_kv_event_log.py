@@ -1,5 +1,5 @@
-"""Facts: what the cache says of itself to those who follow it. `test_tiers` follows it through
-every order of events; here is what each fact says."""
+"""KV events: what each event contains. `test_tiers` applies them through every order of
+operations."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tests.cache.make import make_cache, make_path, serve
 
 
 def test_nothing_is_recorded_without_a_follower():
-    """A cache that is not followed keeps no facts and computes no keys for them."""
+    """A cache that is not followed records no events and computes no keys for them."""
     cache = make_cache()
     serve(cache, make_path(1, 2))
 
@@ -19,7 +19,7 @@ def test_nothing_is_recorded_without_a_follower():
 
 
 def test_a_stored_run_has_its_keys_its_tokens_and_its_parent():
-    """One fact a run: keys, tokens, and the key before it."""
+    """One event per run: keys, tokens, and the key before it."""
     cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2))
     serve(cache, make_path(1, 2, 3))
@@ -65,7 +65,7 @@ def test_a_salt_keeps_tokens_private():
 
 
 def test_a_reset_is_one_event():
-    """What was not told before it need not be."""
+    """Events that were not taken before the reset are dropped."""
     cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2))
 

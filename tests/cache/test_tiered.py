@@ -15,7 +15,7 @@ from tests.cache.make import (
     blocks_by_tier,
     done,
     make_cache,
-    make_demoted,
+    make_on_host,
     make_path,
     serve,
     write_down,
@@ -58,7 +58,7 @@ def test_reset_under_load():
 
 def test_late_results_of_an_older_generation_only_release():
     """Lesson 17: a transfer that ends after a reset attaches nothing."""
-    cache = make_demoted()
+    cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     cache.reset()
     serve(cache, make_path(1, 2))

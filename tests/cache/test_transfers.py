@@ -15,7 +15,7 @@ from tests.cache.make import (
     blocks_by_tier,
     done,
     make_cache,
-    make_demoted,
+    make_on_host,
     make_path,
     serve,
     write_down,
@@ -94,9 +94,9 @@ def test_saving_writes_whatever_the_policy():
     assert blocks_by_tier(cache, path) == (0, 2, 0)
 
 
-def test_a_promoted_block_is_findable_when_the_load_has_ended():
+def test_a_loaded_block_is_findable_when_the_load_has_ended():
     """Lesson 20: submitted is not done."""
-    cache = make_demoted()
+    cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
     assert (plan.source, plan.target, plan.num_blocks) == (Tier.HOST, Tier.DEVICE, 2)
@@ -108,7 +108,7 @@ def test_a_promoted_block_is_findable_when_the_load_has_ended():
 
 def test_source_and_target_are_pinned_until_the_end():
     """Lesson 21: neither the host copy nor the new slots can be reused."""
-    cache = make_demoted()
+    cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
     assert cache._evictor.evict_host(8) == 0
@@ -118,9 +118,9 @@ def test_source_and_target_are_pinned_until_the_end():
     cache.check()
 
 
-def test_a_partial_promotion_keeps_its_leading_blocks():
+def test_a_partial_load_keeps_its_leading_blocks():
     """Lesson 44: a short copy is a shorter hit, never a failure."""
-    cache = make_demoted((1, 2, 3))
+    cache = make_on_host((1, 2, 3))
     plan = cache.plan_load(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
     effect = cache.finish_job(
         JobOutcome(job=plan.job, status=JobStatus.PARTIAL, num_blocks=1), now=0.0
@@ -133,8 +133,8 @@ def test_a_partial_promotion_keeps_its_leading_blocks():
 
 
 def test_a_failed_job_does_not_poison_the_next():
-    """Lesson 24: after a failure the same blocks can be promoted again."""
-    cache = make_demoted()
+    """Lesson 24: after a failure the same blocks can be loaded again."""
+    cache = make_on_host()
     first = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     assert (
         cache.finish_job(JobOutcome(job=first.job, status=JobStatus.FAILED), now=0.0)
@@ -148,7 +148,7 @@ def test_a_failed_job_does_not_poison_the_next():
 
 def test_one_load_serves_everyone():
     """Lesson 26: a second request for the same prefix waits for the same job."""
-    cache = make_demoted()
+    cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
     second = cache.match(make_path(1, 2, 7))
@@ -160,7 +160,7 @@ def test_one_load_serves_everyone():
 def test_computing_overtakes_a_load():
     """If a sequence computes the blocks meanwhile, its blocks are used and the load's slots are
     returned."""
-    cache = make_demoted()
+    cache = make_on_host()
     path = make_path(1, 2)
     plan = cache.plan_load(cache.match(path), limit_blocks=9, now=0.0)
     lease, held = begin(cache, path)
@@ -172,10 +172,10 @@ def test_computing_overtakes_a_load():
     cache.check()
 
 
-def test_a_promotion_without_room_changes_nothing():
+def test_a_load_without_room_changes_nothing():
     """Lessons 23, 38: without room the load is a miss, not a wait, and leaves nothing
     behind."""
-    cache = make_demoted()
+    cache = make_on_host()
     cache.take(3, now=0.0)
     before = cache.stats()
 
@@ -186,7 +186,7 @@ def test_a_promotion_without_room_changes_nothing():
 
 def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
     """Lesson 50: a late write never reaches a slot that is in use again."""
-    cache = make_demoted()
+    cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     late = JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT)
 
@@ -205,7 +205,7 @@ def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
 
 def test_a_path_whose_load_timed_out_is_not_the_next_victim():
     """It was just asked for, so a path that was used before it is evicted first."""
-    cache = make_demoted()
+    cache = make_on_host()
     cache.finish_job(
         done(cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=1, now=0.0)), now=0.0
     )
@@ -224,7 +224,7 @@ def test_a_path_whose_load_timed_out_is_not_the_next_victim():
 def test_a_timed_out_write_to_storage_keeps_its_source():
     """Lesson 50: until its executor is quiet, the source bytes stay unchanged; otherwise
     another block would be stored under this key."""
-    cache = make_demoted(storage=True)
+    cache = make_on_host(storage=True)
     (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
     assert plan.target is Tier.STORAGE
 
@@ -238,7 +238,7 @@ def test_a_timed_out_write_to_storage_keeps_its_source():
 
 
 def test_storage_is_read_through_the_host():
-    """Known in storage, fetched to the host, then promoted to the device."""
+    """Known in storage, read to the host, then loaded to the device."""
     cache = make_cache(4, host_blocks=4, storage=True)
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 2, now=0.0)
@@ -302,7 +302,7 @@ def test_no_orphans_below_a_block_that_is_gone():
 
 def test_a_block_is_not_attached_below_a_parent_that_left_the_device():
     """It could never be found there, because a match walks from the root."""
-    cache = make_demoted()
+    cache = make_on_host()
     serve(cache, make_path(1, 3))
     write_down(cache)
     cache.free(cache.take(4, now=0.0))

@@ -32,7 +32,7 @@ def require_gpu() -> None:
 
 
 def require_kernels() -> None:
-    """The same for a module that calls single kernels only: the interpreter will do."""
+    """The same for a module that calls single kernels only: the interpreter is enough."""
     if not IS_INTERPRETED:
         require_gpu()
         return

@@ -72,7 +72,7 @@ def test_blocks_come_back_as_they_were(dtype):
     assert torch.equal(harness.pool.data[rest], before[rest])
 
 
-def test_a_promotion_marks_what_it_writes():
+def test_a_load_marks_the_slots_it_writes():
     """Lesson 21: copies of a slot's old KV elsewhere (buffers) are stale from then on."""
     harness = CopierHarness(torch.float32)
     before = harness.pool.writes.copy()

@@ -68,7 +68,7 @@ def test_weights_are_hashed_again_if_the_stored_fingerprint_is_damaged(
 
 
 def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
-    """The sentence says what is missing."""
+    """The message says what is missing."""
     with pytest.raises(ModelError, match=r"config\.json"):
         fingerprint(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -121,7 +121,7 @@ def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_demotion_follows_the_write_it_copies(
+def test_an_offload_follows_the_write_it_copies(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lesson 21: a block that queued work writes is copied after that work. Without the

@@ -24,7 +24,7 @@ class Driver:
         self._lock = Lock()
 
     def enter_thread(self) -> None:
-        """As `Runtime`."""
+        """See `Runtime`."""
 
     def pin(self, address: int, num_bytes: int) -> None:
         self.go_on.wait(10)

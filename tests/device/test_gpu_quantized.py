@@ -39,7 +39,7 @@ SHAPES = [(32, 8, 128, 64), (8, 4, 32, 16), (64, 4, 64, 64)]
 
 
 class Shape:
-    """As much of a model as a pool wants to know."""
+    """The part of a model that a pool needs."""
 
     num_layers = planes = 2
     value_dim = 0

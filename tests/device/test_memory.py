@@ -66,7 +66,7 @@ def test_an_override_is_honoured(llama: LoadedModel) -> None:
 def test_invalid_memory_settings_are_refused_before_serving(
     llama: LoadedModel, asked: dict[str, int], why: str
 ) -> None:
-    """A ConfigError with a sentence, at start (lesson 61)."""
+    """A ConfigError with a message, at start (lesson 61)."""
     with pytest.raises(ConfigError, match=why):
         num_blocks_that_fit(llama, **{"block_tokens": 16, **asked})
 
@@ -79,10 +79,10 @@ def test_more_blocks_than_memory_get_a_message(llama: LoadedModel) -> None:
 
 @pytest.mark.parametrize(
     ("device", "why"),
-    [("banana", "cannot be used"), ("cuda:99", "cannot be used"), ("meta", "is not served")],
+    [("banana", "cannot be used"), ("cuda:99", "cannot be used"), ("meta", "is not supported")],
 )
 def test_a_device_that_does_not_exist_gets_a_message(device: str, why: str) -> None:
-    """Known before a model is read; the sentence names the device (lesson 61)."""
+    """Known before a model is read; the message names the device (lesson 61)."""
     with pytest.raises(ConfigError, match=f"device '{device}' {why}"):
         load("/no/such/model", device=device)
 

@@ -101,8 +101,8 @@ Q = "model.layers.0.self_attn.q_proj"
         ("fp8-block", {f"{Q}.weight_scale_inv": torch.ones(2, 2)}, "weight_scale_inv has"),
         ("gptq", {f"{Q}.scales": None}, f"{Q}.qweight needs {Q}.scales"),
         ("gptq", {f"{Q}.qzeros": torch.ones(1, 8).int()}, f"{Q}.qzeros has the shape 1x8"),
-        ("gptq", {f"{Q}.g_idx": torch.full((64,), 9).int()}, f"{Q}.g_idx names groups"),
-        ("gptq", {f"{Q}.qweight": torch.ones(8, 64).long()}, "is of type I64, not I32"),
+        ("gptq", {f"{Q}.g_idx": torch.full((64,), 9).int()}, f"{Q}.g_idx refers to groups"),
+        ("gptq", {f"{Q}.qweight": torch.ones(8, 64).long()}, "must be of type I32, got I64"),
         (
             "awq",
             {f"{Q}.qweight": torch.ones(60, 8).int()},

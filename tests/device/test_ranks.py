@@ -145,7 +145,7 @@ def test_parts_of_blocks_make_whole_blocks_on_the_host(
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:
-    """The sentence names the size and the heads."""
+    """The message names the size and the heads."""
     with pytest.raises(ConfigError, match="3 does not divide the model's 8 attention heads"):
         RankShare(rank=0, size=3).heads(8)
     with pytest.raises(ConfigError, match="6 KV heads"):

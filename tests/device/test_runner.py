@@ -110,7 +110,7 @@ def test_an_impossible_depth_is_refused(llama: LoadedModel) -> None:
 
 
 def test_an_unknown_dtype_is_refused(llama: LoadedModel) -> None:
-    """The sentence lists what is known."""
+    """The message lists what is known."""
     with pytest.raises(ConfigError, match="bfloat16"):
         load(llama.model_dir, dtype="int3")
 

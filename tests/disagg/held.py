@@ -14,7 +14,7 @@ NUM_SLOTS = 24
 
 
 class Rows:
-    """Block memory as the fabric sees a host's; waits if the memory makes its users wait."""
+    """The block memory of a host, as the fabric reads it; waits while the memory blocks its users."""
 
     def __init__(self, memory) -> None:
         self._memory = memory

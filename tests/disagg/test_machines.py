@@ -45,7 +45,7 @@ def make_receiving(config: HandoffConfig) -> DecodeHandoff:
 
 
 def make_first(num_blocks: int) -> First:
-    """The first token of that hand-off, after so many blocks."""
+    """The first token of that hand-off, after this many blocks."""
     usage = Usage(
         prompt_tokens=16,
         cached_tokens=0,
@@ -116,11 +116,11 @@ class OneFails:
 
     def __init__(self, copier) -> None:
         self._copier = copier
-        self._num_promoted = 0
+        self._num_loads = 0
 
     def start(self, transfer, report) -> None:
-        self._num_promoted += isinstance(transfer, LoadJob)
-        if self._num_promoted == 3:
+        self._num_loads += isinstance(transfer, LoadJob)
+        if self._num_loads == 3:
             report(JobCompletion(transfer.job, JobStatus.FAILED))
         else:
             self._copier.start(transfer, report)

@@ -63,7 +63,7 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two models of one shape, one of another, and a folder that is none."""
+    """Two models of one shape, one of another, and a folder that is not a model."""
     folder = tmp_path_factory.mktemp("models")
     make_llama(folder / "a", SHAPE, seed=1)
     make_llama(folder / "b", SHAPE, seed=2)

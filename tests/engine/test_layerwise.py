@@ -53,7 +53,7 @@ def finish_all(harness: Harness) -> None:
 
 
 @DEPTHS
-def test_the_chunk_starts_with_the_promotion(depth: int) -> None:
+def test_the_first_chunk_starts_with_the_load(depth: int) -> None:
     """Lesson 45: the step that starts the copy also has the first chunk, for the blocks that
     the host does not have, and names the load that it reads."""
     harness = make_harness(depth)
@@ -96,7 +96,7 @@ def test_nothing_is_reported_or_committed_before_the_load_ends(depth: int) -> No
 
 @DEPTHS
 @pytest.mark.parametrize("num_blocks", [0, 3])
-def test_a_failed_promotion_leaves_no_trace(depth: int, num_blocks: int) -> None:
+def test_a_failed_load_leaves_no_trace(depth: int, num_blocks: int) -> None:
     """Lessons 20, 22: if the load failed or is partial, the chunk is discarded and computed
     again from the first missing block."""
     harness = make_harness(depth)
@@ -180,7 +180,7 @@ def test_a_reset_discards_a_load_in_flight(depth: int) -> None:
 
 
 @DEPTHS
-def test_others_wait_for_the_same_promotion_and_run_meanwhile(depth: int) -> None:
+def test_other_requests_wait_for_the_same_load_or_run_meanwhile(depth: int) -> None:
     """Lesson 26: one copy: later requests for the same prefix wait for it, other requests do
     not."""
     harness = make_harness(depth)
@@ -232,7 +232,7 @@ def test_the_loop_sleeps_while_all_requests_wait_for_overlapped_loads(depth: int
     assert harness.outputs["overlaps"] == right()
 
 
-def test_a_runner_that_waits_for_whole_promotions_is_never_given_one() -> None:
+def test_a_runner_without_layerwise_is_never_given_an_overlapped_load() -> None:
     """Without `layerwise` a request waits for its load before it holds anything."""
     harness = make_harness(1)
     harness.scheduler._loader.layerwise = False

@@ -174,7 +174,7 @@ def test_storage_that_fails_refuses_the_reset():
         (("storage",), True, "only be emptied together with device and host"),
         (EVERYTHING, False, "has no storage tier"),
         (("attic",), True, "one or more of device, host, storage; got attic"),
-        ((), True, "missing tiers"),
+        ((), True, "got none"),
     ],
 )
 def test_an_impossible_reset_is_refused_with_the_reason(tiers, stored, why):

@@ -121,7 +121,7 @@ def test_single_tokens_travel_as_two_columns_and_arrive_as_outputs():
 
 
 def test_each_worker_gets_the_tokens_of_its_own_requests():
-    """A step is packed into one message a worker; tokens of aborted requests are left out."""
+    """A step is packed into one message per worker; tokens of aborted requests are left out."""
     owners = RequestOwners()
     for name, worker in (("a", b"1"), ("b", b"2"), ("c", b"1"), ("end", b"2")):
         owners.add(name, worker)
@@ -191,7 +191,7 @@ def test_every_control_call_and_its_reply_survive_encoding_and_decoding(call, re
 
 
 def test_a_refused_control_call_raises_with_its_reason():
-    """The client of a call that the engine refused gets the engine's sentence."""
+    """The client of a call that the engine refused gets the engine's message."""
     reply = wire.decode_from_engine(
         wire.encode(wire.pack_reply(3, None, NotDrained("drain first")))
     )

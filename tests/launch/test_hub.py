@@ -198,7 +198,7 @@ def test_a_refused_model_is_not_downloaded(hub: FakeHub, ask: Ask) -> None:
 
 
 def test_offline_and_not_cached_says_what_to_do(ask: Ask) -> None:
-    """One sentence, without a traceback."""
+    """One line, without a traceback."""
     done = ask("serve", NAME, "--port", "0", HF_HUB_OFFLINE="1")
 
     assert done.returncode == 1

@@ -102,7 +102,7 @@ def test_pages_move_in_place_between_two_instances(make_backend):
 
 
 def test_flat_pages_come_back_where_the_zero_copy_interface_is_off(make_backend):
-    """SGLang's generic interface: a tensor a page."""
+    """SGLang's generic interface: one tensor per page."""
     backend, pool = make_backend(v1=False)
     pages = [torch.rand(pool.get_dummy_flat_data_page().shape).to(pool.dtype) for _ in range(2)]
     keys = hashes_of(2)

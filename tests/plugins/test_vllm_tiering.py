@@ -91,7 +91,8 @@ class Server:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def serve(self, name, keys):
-        """One request as vLLM's scheduler has it; its chunks that were found, all right."""
+        """Serve one request like vLLM's scheduler; return how many chunks were found, all of them
+        correct."""
         from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
         context = ReqContext(name)
@@ -201,7 +202,7 @@ def test_damaged_files_never_give_a_wrong_chunk(start, tmp_path, damage):
 
 
 def test_a_full_disk_refuses_chunks_and_nothing_else(start, tmp_path):
-    """A file system of 1 MiB: stores fail, requests go on."""
+    """A file system of 1 MiB: stores fail, requests continue."""
     folder = tmp_path / "small"
     folder.mkdir()
     options = "size=1m,mode=0700"
@@ -219,7 +220,7 @@ def test_a_full_disk_refuses_chunks_and_nothing_else(start, tmp_path):
 
 
 def test_storage_that_hangs_is_a_miss_and_serves_again_later(start):
-    """Lookups and loads end at their deadlines; the step is never held."""
+    """Lookups and loads end at their deadlines; the step never waits."""
     first = start(**in_memory())
     keys = make_keys(8)
     first.serve("cold", keys)
@@ -236,7 +237,7 @@ def test_storage_that_hangs_is_a_miss_and_serves_again_later(start):
 
 
 def test_a_redis_that_stops_is_a_miss(start, tmp_path):
-    """It answers, stands still with SIGSTOP, then is killed."""
+    """It answers, is stopped with SIGSTOP, then is killed."""
     port = 17_380
     redis = subprocess.Popen(
         ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path)],

@@ -1,6 +1,6 @@
-"""Runs a whole vLLM on CPU, with or without the connector, and says what it generated.
+"""Runs a whole vLLM on CPU, with or without the connector, and reports what it generated.
 
-`serve` runs in a process of its own. It sends one message a round of prompts: tokens, cached tokens,
+`serve` runs in a process of its own. It sends one message per round of prompts: tokens, cached tokens,
 seconds, seconds to the first token. Importing this module imports vLLM, so a fork server that has it
 starts each of these processes in a moment.
 """

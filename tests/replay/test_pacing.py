@@ -107,7 +107,7 @@ def test_steps_that_the_host_bounds_do_not_get_ever_fewer_prompt_tokens():
 
 
 def test_a_fixed_budget_alone_makes_tokens_late():
-    """Shows what the target is for."""
+    """Without a target, long prompts make decode steps longer than the target."""
     load = ClosedLoop(8192)
     load.run()
 

@@ -112,7 +112,7 @@ def test_a_plan_does_not_take_refused_requests_for_fast_ones(trace, capsys):
 
 
 def test_the_verdict_says_when_nothing_meets_the_slo_and_memory_does_not_help():
-    """Ten per cent faster at five times the price is no help."""
+    """Ten per cent faster at five times the price does not help."""
     points = [
         make_point(p, t, good=0.1) | {"name": f"size {p}"} for p, t in ((1, 900), (5, 880))
     ]

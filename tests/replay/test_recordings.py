@@ -146,7 +146,7 @@ def test_a_recording_overwrites_nothing_and_leaves_nothing_empty(tmp_path):
     assert not path.exists()
 
     path.write_text("precious")
-    with pytest.raises(ConfigError, match="overwrites nothing"):
+    with pytest.raises(ConfigError, match="is not overwritten"):
         RecordFile(path, start_s=0.0)
     with pytest.raises(ConfigError, match="cannot write"):
         RecordFile(tmp_path / "absent" / "r.jsonl", start_s=0.0)

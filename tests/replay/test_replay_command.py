@@ -115,7 +115,7 @@ def test_without_matplotlib_the_message_names_the_package(
         (["--slo", "fast"], "for example"),
         (["--eviction", "opt"], "--cache-only"),
         (["--storage-gib", "5"], "--host-gib"),
-        (["--instances", "0"], "cannot serve"),
+        (["--instances", "0"], "at least 1 instance"),
         (["--pd", "1:x"], "such as 1:3"),
         (["--pd", "0:3"], "leaves out a role"),
         (["--calibrate", "absent.json"], "cannot read"),
@@ -175,7 +175,7 @@ def test_scale_keeps_sessions_whole_and_adds_copies_that_share_nothing():
 
 
 def test_calibration_takes_what_a_result_has(tmp_path):
-    """By hand: decoding 10 ms + 1 ms per row; prompts 1 ms per token and 2 µs a pair; links."""
+    """By hand: decoding 10 ms + 1 ms per row; prompts 1 ms per token and 2 µs per pair; links."""
     machine = preset("cpu-100m")
     step = machine.step
     rows = [

@@ -161,7 +161,7 @@ def test_goodput_counts_the_requests_that_kept_every_bound():
 
 
 def test_an_invalid_slo_gets_a_message_with_an_example():
-    """With an example."""
+    """The message shows how an SLO is written."""
     for wrong in ("ttft=2s", "ttft_p99=2", "p99=2s", "ttft_p99<2s"):
         with pytest.raises(ConfigError, match="for example"):
             parse_slo(wrong)
@@ -265,13 +265,13 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
 
 
 def test_impossible_deployments_are_refused():
-    """With a sentence each."""
+    """Each has its own message."""
     for changes, message in (
-        ({"num_instances": 0}, "cannot serve"),
+        ({"num_instances": 0}, "at least 1 instance"),
         ({"storage_gib": 1.0}, "needs a host tier"),
         ({"host_gib": -1.0}, "must be a size"),
         ({"device_gib": 0.0}, "is too small for one block"),
-        ({"router": "nearest"}, "unknown policy"),
+        ({"router": "nearest"}, "unknown routing policy"),
         ({"num_instances": 2, "num_prefill": 2}, "must decode, got 2 prefill instances"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -61,7 +61,7 @@ def test_no_rank_is_an_error():
 
 
 def test_a_collective_link_is_two_numbers(tmp_path, capsys):
-    """The sentence shows how it is written."""
+    """The message shows how it is written."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [1]}\n'

@@ -45,7 +45,7 @@ def home_of(servers: list[LiveServer], answer: httpx.Response) -> LiveServer:
 
 
 def ask(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
-    """An answer that is no 503: on a busy machine heartbeats are late, and instances come back."""
+    """An answer other than 503: on a busy machine heartbeats are late, and instances come back."""
     for _ in range(100):
         answer = httpx.request(method, url, json=body, timeout=60)
         if answer.status_code != 503:

@@ -69,7 +69,7 @@ def test_a_broken_stream_continues_on_another_instance(path, extra, how):
 
 
 def test_many_streams_go_on_at_once():
-    """However many streams an instance had: each is continued once. That is no new load, so it
+    """However many streams an instance had: each is continued once. That adds no load, so it
     does not use the retry budget, which is for requests that start again."""
 
     async def scenario(harness):

@@ -1,4 +1,4 @@
-"""Sequences that only decode are handled together; nothing else may differ by that."""
+"""Sequences that only decode are handled together; the result is the same as one by one."""
 
 import numpy as np
 import pytest

@@ -19,7 +19,7 @@ from tests.search import search
 
 
 def serve(num_tokens, *, depth=1, **settings):
-    """An engine whose steps have so many tokens."""
+    """An engine whose steps have this many tokens."""
     settings = {"max_batched_tokens": num_tokens, "max_num_seqs": 16, **settings}
     return Harness(num_blocks=4096, block_tokens=4, depth=depth, settings=settings)
 
@@ -46,7 +46,7 @@ def test_the_adaptive_target_follows_the_decode_steps():
 
 @pytest.mark.parametrize("wrong", [{"min_s": 0.0}, {"min_s": 0.1, "decode_steps": -1.0}])
 def test_a_target_that_cannot_be_met_is_refused(wrong):
-    """With a sentence."""
+    """The message has the value."""
     with pytest.raises(ConfigError):
         ItlTarget(**wrong)
 

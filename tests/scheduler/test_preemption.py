@@ -108,7 +108,7 @@ def test_saving_can_be_turned_off() -> None:
 
 
 def test_resumed_sequences_are_not_counted_again() -> None:
-    """Lesson 62: one query and one usage a request, however often it was preempted."""
+    """Lesson 62: one query and one usage per request, however often it was preempted."""
     harness = Harness(num_blocks=20)
 
     harness.run(*make_crowd(6))

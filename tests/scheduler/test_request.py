@@ -108,7 +108,7 @@ def resumed_request(num_resumed_tokens, *, num_tokens=8, max_tokens=10):
 @pytest.mark.parametrize(("num_resumed_tokens", "max_tokens"), [(-1, 5), (4, 5), (3, 3)])
 def test_resumed_tokens_have_bounds(num_resumed_tokens, max_tokens):
     """Resumed tokens cannot exceed the tokens or the limit; at least one token must be left."""
-    with pytest.raises(RequestError, match="output"):
+    with pytest.raises(RequestError, match="resume"):
         length_end(
             resumed_request(num_resumed_tokens, num_tokens=3, max_tokens=max_tokens), 100
         )

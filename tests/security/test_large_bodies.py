@@ -98,7 +98,7 @@ def test_token_ids_come_back_as_they_were():
 IDS_AND = b'{"prompt":[' + b"1," * 300_000
 WRONG = {
     "a text among ids": (IDS_AND + b'"x"]}', "prompt must be"),
-    "a negative id": (IDS_AND + b"-1]}", "at least 0 and below 2^31, got -1"),
+    "a negative id": (IDS_AND + b"-1]}", "at least 0 and below 2\\^31, got -1"),
     "too many ids": (IDS_AND + b"1" + b",1" * 800_000 + b"]}", "the limit is 1000000"),
     "nested": (b'{"prompt":' + b"[" * 600_000, "more than 200000 values"),
     "spaces": (b" " * 600_000, "not JSON"),

@@ -35,8 +35,8 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def listeners(cluster):
-    """Addresses of the TCP listeners: those that speak HTTP, and the others. Listeners that say
-    nothing take their time, so all are asked at once."""
+    """Addresses of the TCP listeners: those that speak HTTP, and the others. Silent listeners are
+    waited for, so all are asked at once."""
     found = sorted(listening(processes(cluster.process.pid)))
     with ThreadPoolExecutor(len(found)) as threads:
         speak = list(threads.map(is_http, found))

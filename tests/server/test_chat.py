@@ -66,7 +66,7 @@ def test_the_whole_context_is_used_unless_told_otherwise():
     run(scenario)
 
 
-def test_logprobs_are_one_object_a_token():
+def test_logprobs_are_one_object_per_token():
     """The chosen token with its bytes, and the requested number of alternatives."""
 
     async def scenario(harness):

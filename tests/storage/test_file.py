@@ -239,13 +239,13 @@ def test_a_table_tells_readers_what_changed(tmp_path: Path) -> None:
 
 
 def test_capacity_for_less_than_a_block_is_refused(make_file: MakeFile) -> None:
-    """The sentence says how much one block takes."""
+    """The message says how much one block takes."""
     with pytest.raises(ConfigError, match="a slab of one block takes 12368"):
         make_file(capacity_bytes=10_000)
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
-    """At start, with the path in the sentence (lesson 61)."""
+    """At start, with the path in the message (lesson 61)."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         FileStorage(FileConfig(path=str(tmp_path / "file" / "x")), FORM, SystemClock())

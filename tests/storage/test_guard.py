@@ -52,7 +52,7 @@ def make_guarded(
 
 
 def test_an_open_breaker_answers_at_once() -> None:
-    """The backend is not called, and what is refused is told apart from a miss (lesson 45)."""
+    """The backend is not called, and a refusal is distinguished from a miss (lesson 45)."""
     guarded, _, _ = make_guarded({"read": [Fault.ERROR, Fault.TIMEOUT, Fault.ERROR]})
     write_run(guarded, KEYS, BLOCK_BYTES)
     for error in (StorageError, StorageTimeout, StorageError):
@@ -303,7 +303,7 @@ def test_wrong_statistics_are_counted_and_the_last_good_ones_kept(answer: object
 def test_closing_never_raises_and_never_hangs(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plug-in's `close` may do either; shutting down goes on."""
+    """A plug-in's `close` may do either; shutting down continues."""
     monkeypatch.setattr("headwater.storage.guard._CLOSE_TIMEOUT_S", 0.05)
     memory, gate = make_memory(), Event()
 

@@ -98,7 +98,7 @@ def test_a_late_completion_after_the_end_does_no_harm():
 
 
 def test_a_completion_while_the_queue_closes_is_written_to_no_closed_descriptor(monkeypatch):
-    """The number may be another file's by then: who gives the signal has it until it is given."""
+    """The descriptor number may belong to another file by then, so writing and closing share a lock."""
     queue = CompletionQueue()
     queue.fileno()
     writing, closed = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Link speeds: what was measured is what is told."""
+"""Link speeds: estimates follow what was measured."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from headwater.types import LinkRate
 
 
 def test_latency_and_block_time_are_fitted_from_jobs():
-    """Latency and seconds a block, from jobs of different sizes."""
+    """Latency and seconds per block, from jobs of different sizes."""
     meter = LinkMeter()
     for num_blocks in (1, 4, 9, 2, 30):
         meter.observe(num_blocks, 0.01 + 0.002 * num_blocks, now=1.0)
@@ -19,7 +19,7 @@ def test_latency_and_block_time_are_fitted_from_jobs():
 
 
 def test_jobs_of_one_size_give_a_mean():
-    """Nothing tells latency and speed apart then."""
+    """Then latency and speed cannot be distinguished."""
     meter = LinkMeter()
     meter.observe(4, 0.2, now=0.0)
     meter.observe(4, 0.4, now=0.0)

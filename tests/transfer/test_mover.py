@@ -26,7 +26,7 @@ from headwater.types import EMPTY, BlockKey, JobId, Tier
 SCHEME = KeyScheme(block_tokens=4)
 
 
-def make_promotion(job: int, slots=(0, 1)) -> LoadJob:
+def make_load(job: int, slots=(0, 1)) -> LoadJob:
     return LoadJob(
         job=JobId(job),
         source=Tier.HOST,
@@ -76,7 +76,7 @@ class MoverHarness:
 def test_each_job_has_one_outcome():
     """Lesson 20: started is not done; the end is reported once and counted once."""
     harness = MoverHarness()
-    harness.start(make_promotion(1), make_promotion(2))
+    harness.start(make_load(1), make_load(2))
     assert harness.take() == []
     assert harness.mover.num_in_flight == 2
 
@@ -96,7 +96,7 @@ def test_a_deadline_then_quiet():
     """Lesson 50: after TIMED_OUT the job's slots stay quarantined until QUIET, whatever it
     reports meanwhile."""
     harness = MoverHarness()
-    harness.start(make_promotion(1))
+    harness.start(make_load(1))
     assert [harness.mover.wake_s] == [1.0]
     harness.clock.advance(0.9)
     assert not harness.mover.has_news(harness.clock.now())
@@ -167,7 +167,7 @@ def test_a_lookup_is_answered_or_given_up():
 def test_one_failed_job_does_not_poison_the_next():
     """Lesson 24: a failed copy ends its own job only; the next job is copied."""
     harness = MoverHarness()
-    harness.start(make_promotion(1), make_promotion(2))
+    harness.start(make_load(1), make_load(2))
 
     harness.copier.finish(JobId(1), num_blocks=0)
     harness.copier.finish(JobId(2))
@@ -179,7 +179,7 @@ def test_one_failed_job_does_not_poison_the_next():
 def test_a_completion_of_nothing_is_ignored():
     """Lesson 17: late and duplicate completions change nothing."""
     harness = MoverHarness()
-    harness.start(make_promotion(1))
+    harness.start(make_load(1))
     harness.copier.finish(JobId(1))
 
     harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.DONE, 2))
@@ -191,7 +191,7 @@ def test_a_completion_of_nothing_is_ignored():
 def test_an_executor_may_time_out_by_itself():
     """A backend that stopped waiting reports it before it is quiet; reported once."""
     harness = MoverHarness()
-    harness.start(make_promotion(1))
+    harness.start(make_load(1))
     harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
     harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
 
@@ -205,7 +205,7 @@ def test_an_executor_may_time_out_by_itself():
 def test_without_tiers_no_plan_may_need_them():
     """A plan that cannot be executed is a bug, and is detected at once."""
     with pytest.raises(InvariantError, match="host tier"):
-        Mover().start([make_promotion(1)], now=0.0)
+        Mover().start([make_load(1)], now=0.0)
     with pytest.raises(InvariantError, match="storage"):
         Mover().start([make_write(1)], now=0.0)
 
@@ -213,7 +213,7 @@ def test_without_tiers_no_plan_may_need_them():
 def test_a_rate_comes_from_jobs_that_ended_well():
     """Failed jobs say nothing about speed."""
     harness = MoverHarness()
-    harness.start(make_promotion(1))
+    harness.start(make_load(1))
     report = harness.copier.pending.pop(JobId(1))[1]
     report(JobCompletion(JobId(1), JobStatus.DONE, 2, busy_s=0.5))
     harness.take()
@@ -225,7 +225,7 @@ def test_a_rate_comes_from_jobs_that_ended_well():
 def test_closing_twice_is_safe():
     """Closing waits for nothing."""
     harness = MoverHarness()
-    harness.start(make_promotion(1))
+    harness.start(make_load(1))
 
     harness.mover.close()
     harness.mover.close()

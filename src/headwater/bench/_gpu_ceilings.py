@@ -25,7 +25,7 @@ def time_ms(call: Any, repeats: int = 5) -> float:  # noqa: ANN401 -- any callab
 
 
 def measure() -> dict[str, float]:
-    """Bytes read and written a second on the device; pinned copies; bfloat16 products."""
+    """Bytes read and written per second on the device; pinned copies; bfloat16 products."""
     found = {**_memory(), **_products()}
     torch.cuda.empty_cache()
     return found

@@ -35,7 +35,7 @@ _TAIL = 32
 def measure_decode(
     model: LoadedModel, engine: GpuEngine, batches: list[int], ceiling_gb_s: float
 ) -> dict[str, Any]:
-    """Tokens a second at each batch size, and the share of the memory roofline."""
+    """Tokens per second at each batch size, and the share of the memory roofline."""
     found = {}
     for batch in batches:
         served = serve_batch(engine, batch, seed=batch)

@@ -132,14 +132,14 @@ class MarkingRunner(CudaRunner):
         self.last_mark: torch.cuda.Event | None = None
 
     def submit(self, batch: ScheduledBatch) -> None:
-        """As a runner."""
+        """Submit the step, then mark its end on the device."""
         super().submit(batch)
         mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         mark.record()
         self._marks.append(mark)
 
     def collect(self) -> StepResult:
-        """As a runner."""
+        """Collect the oldest step and its mark."""
         result = super().collect()
         self.last_mark = self._marks.popleft()
         return result

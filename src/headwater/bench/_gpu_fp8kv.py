@@ -1,4 +1,5 @@
-"""8-bit KV on the GPU beside bfloat16: room, decode, a hit on the host, and what it changes."""
+"""8-bit KV on the GPU compared with bfloat16: capacity, decode speed, a hit on the host, and the
+difference of the results."""
 
 from dataclasses import replace
 from statistics import median

@@ -22,7 +22,7 @@ _PREFILL = 8192
 def measure_moe(
     model: LoadedModel, engine: GpuEngine, batches: list[int], ceilings: dict[str, float]
 ) -> dict[str, Any]:
-    """Decode at each batch size, with experts counted as touched; and a prompt of 8,192."""
+    """Decode at each batch size, reading only the experts that were chosen; and a prompt of 8,192."""
     result: dict[str, Any] = {
         str(batch): _measure_decode(model, engine, batch, ceilings["memory_gb_s"])
         for batch in batches
@@ -79,7 +79,8 @@ def _measure_prefill(
 
 
 def _attended_numbers(model: LoadedModel) -> float:
-    """Numbers of a head's key and value, halved: of a latent, those that it stands for."""
+    """Mean of the key size and the value size of a head. For latent KV these are the sizes of
+    the keys and values that a latent expands to."""
     config: Any = model.module.config
     if model.value_dim is None:
         return model.head_dim
@@ -106,7 +107,7 @@ def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
 
 
 def _touched_experts(engine: GpuEngine, batch: int) -> float:
-    """Experts of a layer that a decode step of so many rows reads, on the average.
+    """Experts of a layer that a decode step of this many rows reads, on average.
 
     Counted in steps outside graphs, where the choice of experts can be looked at.
     """

@@ -16,7 +16,8 @@ from headwater.errors import InvariantError
 
 @contextmanager
 def _own_attention(model: LoadedModel, *, threads: bool = False) -> Any:  # noqa: ANN401
-    """The model with transformers' attention; `threads` says that it starts some of its own."""
+    """The model with transformers' attention. Set `threads` for a call that starts threads of its
+    own: inference mode would hold in the calling thread only."""
     module: Any = model.module
     module.set_attn_implementation("sdpa")
     try:
@@ -34,7 +35,7 @@ def prefill_s(model: LoadedModel, num_tokens: int) -> float:
 
 
 def generate_tokens_s(model: LoadedModel, batch: int, *, prompt: int, output: int) -> float:
-    """Tokens a second of `generate` after the prompts, as the difference of two lengths."""
+    """Tokens per second of `generate` after the prompts, as the difference of two lengths."""
     tokens = torch.randint(0, model.vocab_size, (batch, prompt), device=DEVICE)
     clock = SystemClock()
     with _own_attention(model) as module:

@@ -49,7 +49,7 @@ def _roofline_ms(
 
 
 def _closed_loop(engine: GpuEngine, clients: int) -> float:
-    """Tokens a second, from the first request to the last token."""
+    """Tokens per second, from the first request to the last token."""
     prompts = _prompts(engine, clients * _REQUESTS_EACH, seed=clients + 1)
     alive, tokens, clock = set[RequestId](), 0, engine.clock
     began_s = clock.now()

@@ -5,7 +5,7 @@ A cell is a backend and a call: the medium of the backend is stopped just before
 of that kind (in memory: the call itself waits). Requests are served until none of them waits
 for a timeout any more, because the breaker is open. From then on both engines serve the same
 prompts in turns, half of them stored before the stop. A second engine without storage shows
-what the machine cannot tell apart. At last the medium goes on, and every slot has to come back.
+the noise of the machine. At the end the medium continues, and every slot must become free again.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -60,7 +60,9 @@ class RoutedCache:
         expected."""
         found = self._cache.serve(request, prompt)
         if found != believed:
-            raise InvariantError(f"{self.name} said {believed} blocks and had {found}")
+            raise InvariantError(
+                f"{self.name} had {found} blocks, but its events announced {believed}"
+            )
         uncached = max(request.input_length - found * TRACE_BLOCK, 0)
         self.assigned_tokens += uncached
         self.recent[router].add(uncached, now=request.arrival_s)

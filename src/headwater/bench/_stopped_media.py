@@ -1,8 +1,9 @@
-"""Media of storage that can be stopped: connected, silent, and whole again when they go on.
+"""Storage media that can be stopped: they accept connections and answer nothing, until they
+continue without loss.
 
-A file system is stopped by two means, because none alone stops everything: a held lock blocks each
-process that makes a slab or looks for those of others, and fanotify events that are not answered block
-each that opens or reads a file. The second needs CAP_SYS_ADMIN.
+A file system is stopped in two ways, because neither stops everything. A held lock blocks each
+process that creates a slab or looks for slabs of others. Unanswered fanotify events block each
+process that opens or reads a file; this needs CAP_SYS_ADMIN.
 """
 
 import ctypes
@@ -40,13 +41,13 @@ class StoppableMedium(Protocol):
     config: dict[str, Any]
 
     def stop(self) -> None:
-        """Answer nothing from now on; twice is safe. Called from any thread."""
+        """Answer nothing from now on. Called from any thread; calling it twice is safe."""
 
     def hang(self) -> None:
         """Wait inside a call, where the medium is this process itself."""
 
     def go_on(self) -> None:
-        """Answer again, also what was asked meanwhile."""
+        """Answer again, including the calls that came meanwhile."""
 
 
 class WaitingMedium:
@@ -127,7 +128,7 @@ class StoppableDirectory:
 
 
 class _Permissions:
-    """Lets every open and read in a directory wait for a thread of ours."""
+    """Makes every open and read in a directory wait for an answer of a thread in this process."""
 
     def __init__(self, path: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

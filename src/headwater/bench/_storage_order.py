@@ -1,6 +1,6 @@
 """Storage that accepts a quarter of what is computed: does the order of writes matter?
 
-A trace is replayed three times: to learn how much is computed a second, then with storage that
+A trace is replayed three times: to learn how much is computed per second, then with storage that
 writes a quarter of that, first come, first served, and by expected reuse.
 """
 

@@ -31,7 +31,7 @@ _SLOW = {
     "host_to_storage": 0.5e9,
     "storage_to_host": 0.5e9,
 }
-"""Bytes a second of the slow links: pageable memory, a network disk."""
+"""Bytes per second of the slow links: pageable memory, a network disk."""
 
 _PAUSE_S = 240.0
 """Time between both requests, so that all writes end."""

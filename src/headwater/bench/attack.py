@@ -209,8 +209,8 @@ def _mib(num_bytes: float) -> float:
 
 
 def _answer(url: str, body: dict[str, Any] | None) -> None:
-    """OSError unless the request is answered with 200 within its time. A 503 is repeated, as a
-    client would."""
+    """Raises OSError unless the request is answered with 200 in time. After a 503 the request is
+    repeated, as a client would do."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     clock, pause = SystemClock(), threading.Event()

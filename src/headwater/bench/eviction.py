@@ -153,7 +153,9 @@ def _parser() -> ArgumentParser:
         default=",".join(map(str, CAPACITIES)),
         help="blocks of 512 tokens (default: %(default)s)",
     )
-    parser.add_argument("--requests", type=int, help="only the first so many (default: all)")
+    parser.add_argument(
+        "--requests", type=int, help="number of requests from the start (default: all)"
+    )
     parser.add_argument(
         "--variant",
         choices=sorted(VARIANTS),

@@ -1,14 +1,16 @@
 """`headwater bench pd`: prefill and decode on separate instances, compared with mixed
 instances.
 
-`pd_over_mixed` holds one prefill and one decode instance, a core each, against two mixed
-instances on the same cores, every prompt handed off, and `routed_over_mixed` where only those
-are that a router would hand off: time to first token, tokens per second, and the slowest
-hundredth of times between tokens (its mean); `handoff_ms` says where the time of a hand-off goes;
-`second_turn_byte_share` what a second turn moves of its prompt; `pd_hits` what a pair finds of
-its prompts on a trace, beside a mixed instance as large as its P; `link_ratio` how fast each
-link is beside the barest use of its medium; `router` and `pool_block_hit` what each routing
-policy finds on a trace.
+pd_over_mixed           one prefill and one decode instance over two mixed instances, on the same
+                        two cores, with every prompt handed off: time to first token, tokens per
+                        second, and the mean of the slowest hundredth of times between tokens
+routed_over_mixed       the same, with only those prompts handed off that a router would hand off
+handoff_ms              the time of a hand-off, by phase
+second_turn_byte_share  bytes that a second turn transfers, as a share of its whole prompt
+pd_hits                 the share of prompt tokens that a pair finds on a trace, and that of a
+                        mixed instance as large as its prefill instance
+link_ratio              the speed of each link over the simplest use of its medium
+router, pool_block_hit  the blocks that each routing policy finds on a trace
 """
 
 import sys

@@ -1,8 +1,8 @@
 """`headwater bench soak`: host and storage tiers under random faults, for as long as asked.
 
 Round after round, a small engine without a model serves a random workload while copies fail,
-storage calls return late or not before every request has ended, blocks rot, requests are
-aborted and the cache is reset. After each round every invariant must hold, and every token must
+storage calls return late or only after every request has ended, stored blocks are damaged,
+requests are aborted and the cache is reset. After each round every invariant must hold, and every token must
 be that of an uncached run. With `--model tiny` the engine has the built-in model, and real
 threads that fail.
 

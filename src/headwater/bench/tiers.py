@@ -1,13 +1,15 @@
 """`headwater bench tiers`: the cost of host and storage tiers, and the time that a hit saves.
 
-(a) traffic that never hits, with and without tiers, alternately; (b) the time to the first
-token of a hit in each tier and of computing the same prompt; (c) many requests at once for one
-stored prefix; (d) bytes per second of each backend beside the barest use of its medium; (e) the
-first token while a stopped backend never returns a call, once the breaker has opened, beside no
-storage; (f) sessions that do not fit on the device: what each turn finds of what it could; (g)
-a simulated grid: first tokens when loads are priced, over always and never waiting for storage;
-(h) with --trace: what storage finds when it accepts a quarter of what is computed, by order of
-writes.
+The parts are:
+
+- traffic that never hits, with and without tiers, alternately
+- the time to the first token of a hit in each tier, and of computing the same prompt
+- many requests at once for one stored prefix
+- bytes per second of each backend, over the simplest use of its medium
+- the first token while the backend is stopped and its breaker is open, over no storage
+- sessions that do not fit on the device: the share of the possible hits that each turn finds
+- a simulated grid: first tokens when loads are priced, over always and never waiting
+- with --trace: hits when storage accepts a quarter of what is computed, by order of writes
 
 The engine runs in this process. Backends whose server is not installed are left out.
 """
@@ -282,7 +284,12 @@ def _parser() -> ArgumentParser:
         help="what to measure (all that need no trace)",
     )
     add("--trace", type=Path, help="trace in the Mooncake format, for storage-order")
-    add("--requests", type=int, default=3000, help="of the trace, the first so many (3000)")
+    add(
+        "--requests",
+        type=int,
+        default=3000,
+        help="number of requests from the start of the trace (3000)",
+    )
     add("--model", choices=("tiny", "100m"), default="100m", help="model served (100m)")
     add("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="prompt tokens")
     add("--pairs", type=int, default=24, help="pairs of runs that never hit (24)")

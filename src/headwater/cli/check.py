@@ -262,7 +262,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"{weights['files']} files, {quantised}"
         ),
         (
-            f"{'KV':10}{kv['token_bytes']:,} bytes a token ({shape}{kv['head_dim']} numbers x "
+            f"{'KV':10}{kv['token_bytes']:,} bytes per token ({shape}{kv['head_dim']} numbers x "
             f"{kv['element_bytes']} bytes)"
         ),
         f"{'':10}{kv['block_bytes'] / (1 << 20):.2f} MiB a block of {kv['block_tokens']} tokens",

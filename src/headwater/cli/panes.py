@@ -24,7 +24,7 @@ _TICKS = "▁▂▃▄▅▆▇█"
 _BAR = 12
 _NONE = "-"
 _LATELY_POINTS = int(30 / INTERVAL_S)
-"""Points of the last half minute, of which the share of found tokens is."""
+"""Points of the history, half a minute, from which the share of found tokens is computed."""
 _WIDE = 100
 """Number of columns from which request ids are shown completely."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")

@@ -249,8 +249,11 @@ def _table(result: dict[str, object]) -> str:
 def _add_tiers(group: _ArgumentGroup) -> None:
     tiers: dict[str, tuple[str, float | None]] = {
         "--device-gib": ("device memory for KV, of each instance (the preset's)", None),
-        "--host-gib": ("host tier of each instance; 0 is none (default: 0)", 0.0),
-        "--storage-gib": ("storage that all instances share; 0 is none (default: 0)", 0.0),
+        "--host-gib": ("host tier of each instance; 0 means no host tier (default: 0)", 0.0),
+        "--storage-gib": (
+            "storage that all instances share; 0 means no storage (default: 0)",
+            0.0,
+        ),
     }
     for flag, (text, size) in tiers.items():
         group.add_argument(flag, type=float, metavar="GIB", default=size, help=text)

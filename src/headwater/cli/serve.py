@@ -227,7 +227,7 @@ def banner(serving: Serving, engine: EngineConfig, server: ServerConfig) -> str:
         )
     return f"""\
 Headwater {__version__} is ready at {serving.url}
-  model   {serving.model_name} ({info.dtype} on {info.device}, up to {info.max_model_len:,} tokens a request)
+  model   {serving.model_name} ({info.dtype} on {info.device}, up to {info.max_model_len:,} tokens per request)
   cache   {info.num_device_blocks:,} blocks of {info.block_tokens} tokens ({num_tokens:,} in all), empty; {caching}{tiers}
   engine  process {serving.engine_pid}, {info.limits}
   http    {serving.num_workers} {"worker" if serving.num_workers == 1 else "workers"}

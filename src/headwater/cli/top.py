@@ -73,7 +73,7 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print the answers of GET /stats (of a router: GET /instances), one a line",
+        help="print the answers of GET /stats (of a router: GET /instances), one per line",
     )
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.set_defaults(flags=flags)

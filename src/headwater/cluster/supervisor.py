@@ -31,7 +31,7 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class Command(NamedTuple):
-    """A command of another process."""
+    """A command that another process sent, and where its answer goes."""
 
     verb: str
     arguments: Mapping[str, Any]

@@ -1,7 +1,7 @@
 """Contiguous copies of the KV of sequences that decode on a CPU.
 
 Attention through block tables would copy every block of every sequence in every step. A
-buffer holds one sequence's KV as plain matrices, gets one token a step, and is read in place.
+buffer holds one sequence's KV as plain matrices, gets one token per step, and is read in place.
 
     keys, values   [layers, buffers * kv_heads, buffer_tokens, head_dim]; one matrix where a pool
                    has one plane

@@ -76,23 +76,23 @@ class Fp8KVPool(KVPool):
         return dequantize(*quantize(heads), heads.dtype)
 
     def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
-        """As `KVPool.write`."""
+        """See `KVPool.write`."""
         for plane, source in zip(rows, (keys, values), strict=False):
             self._put(plane, source.index_select(0, tokens))
 
     def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """As `KVPool.write_heads`."""
+        """See `KVPool.write_heads`."""
         shape = (-1, self.kv_heads, self.head_dim)
         for plane, source in zip(rows.unbind(1), (keys, values), strict=False):
             self._put(plane.flatten(), source.view(shape))
 
     def read(self, slots: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As `KVPool.read`, in fresh memory."""
+        """Like `KVPool.read`, but the result is in new memory."""
         planes = self._get(slots * self.num_layers + layer).unbind(1)
         return planes[0].flatten(0, 1), planes[-1].flatten(0, 1)
 
     def read_whole(self, slots: Tensor) -> Tensor:
-        """As `KVPool.read_whole`, in fresh memory."""
+        """Like `KVPool.read_whole`, but the result is in new memory."""
         layers = torch.arange(self.num_layers, device=slots.device)
         wanted = (slots[:, None] * self.num_layers + layers).flatten()
         whole = self._get(wanted)

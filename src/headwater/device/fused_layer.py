@@ -102,7 +102,7 @@ def fused_layer(layer: nn.Module, *, min_packed_weights: int) -> FusedLayer | No
 
 
 class _Probe:
-    """An attention whose output shows its inputs; it also records how it was called."""
+    """An attention whose output depends on all its inputs; it also records its arguments."""
 
     def __init__(self) -> None:
         self.variant: Variant | None = None

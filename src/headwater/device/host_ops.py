@@ -17,7 +17,7 @@ class HostOps(Protocol):
         """Root-mean-square norm over the last dimension."""
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn the halves of each head, `[tokens, heads, head_dim]`; `heads` may change.
+        """Rotate the halves of each head, `[tokens, heads, head_dim]`; `heads` may change.
 
         `cos` and `sin` are `[tokens, head_dim]`.
         """

@@ -26,11 +26,11 @@ class KeyHasher:
         self._prompts.put((self._cache.key_scheme, path))
 
     def close(self) -> None:
-        """Stop after the prompt that is being hashed. Twice is safe."""
+        """Stop after the prompt that is being hashed. Calling it twice is safe."""
         self._prompts.put(None)
 
     def _work(self) -> None:
         while (prompt := self._prompts.get()) is not None:
             scheme, path = prompt
             scheme.of_path(path, path.num_blocks(scheme.block_tokens))
-            del prompt, path  # they hold a whole prompt, and the next one may be long in coming
+            del prompt, path  # they hold a whole prompt, and the next one may come much later

@@ -24,8 +24,8 @@ class HostMemory:
         copies: "RankCopies | None" = None,
         kept: KeptHost | None = None,
     ) -> None:
-        """`copies` are those of the other ranks, if there are any. `kept` is memory of the
-        supervisor."""
+        """`copies` collects the copies of the other ranks, if there are any. `kept` is the memory
+        of the host tier that the supervisor owns, if there is any."""
         self.kept = kept
         self.pool = pool
         self.block_bytes = pool.block_bytes

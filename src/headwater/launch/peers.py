@@ -95,8 +95,8 @@ def _hands_off(peers: PeersConfig) -> bool:
     return peers.role != "mixed" or peer_token_from_environment() is not None
 
 
-class _Unhurried:
-    """A sender whose end the loop does not wait for."""
+class _SenderClosedInThread:
+    """A sender that is closed in a thread of its own, so that the loop does not wait for it."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -156,7 +156,7 @@ def _join_peers(
     dependencies = HandoffDependencies(
         network=network,
         receiver=receiver,
-        connect=lambda address: _Unhurried(links.connect(address)),
+        connect=lambda address: _SenderClosedInThread(links.connect(address)),
         memory=memory,
         new_id=lambda: secrets.randbits(63),
     )

@@ -2,7 +2,7 @@
 
 Both consist of arrays with one entry per sequence or token; there is never an object per token.
 
-    rows         |  decode  |   chunk of a prompt   | decode |     one row a sequence
+    rows         |  decode  |   chunk of a prompt   | decode |     one row per sequence
     tokens       |    t     |  t  t  t  t  t  t  t  |   t    |     packed, no padding
     query_start  0          1                       8        9
 

@@ -2,7 +2,7 @@
 
 A sequence gets a row here when each of its next steps computes one token and samples one, and
 nothing else has to be looked at: its first output is out, no log-probabilities are asked for, and
-it has no grammar. A few array comparisons a step find the sequences that need more: a block, a
+it has no grammar. A few array comparisons per step find the sequences that need more: a block, a
 commit, an end. Those are handled one by one, like sequences without a row.
 """
 

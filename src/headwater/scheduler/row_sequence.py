@@ -1,7 +1,7 @@
 """A decoding sequence whose counters are in arrays, so that a step changes those of all at once.
 
 With a thousand decoding sequences, changing the counters of each in Python would take
-milliseconds a step. A sequence that only decodes becomes a `RowSequence`: the same object, with
+milliseconds per step. A sequence that only decodes becomes a `RowSequence`: the same object, with
 the same slots, but its counters are one column of `ProgressArrays`. It reads like any other
 sequence.
 
@@ -42,7 +42,7 @@ _FIELDS = (*_COUNTERS, *_LIMITS, "num_settled", "entry")
 
 
 class ProgressArrays:
-    """The counters of many sequences: one array a counter, one column a sequence.
+    """The counters of many sequences: one array per counter, one column per sequence.
 
     A column is used again when its sequence has left. `entry` tells the users of a column apart.
     """

@@ -286,7 +286,7 @@ class Sequence:
         self.num_computed += num_tokens
 
     def finish_chunk_with_token(self, num_tokens: int, token: int) -> None:
-        """As `finish_chunk`; the step also sampled `token`, whose KV is not written yet."""
+        """Like `finish_chunk`; the step also sampled `token`, whose KV is not written yet."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
         self.append(token)

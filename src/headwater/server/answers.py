@@ -224,7 +224,8 @@ class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     reasoning: str | None = None
     tool_calls: list[ChatToolCallDelta] | None = None
     malformed_tool_calls: int = 0
-    """In the last chunk: calls that could not be read. What had been sent of them is no call."""
+    """In the last chunk: calls that could not be read. The parts of them that
+    were sent are not calls."""
 
 
 class ChatChunkChoice(Struct, kw_only=True):

@@ -224,7 +224,7 @@ class MessageEnd(Struct, kw_only=True):
     stop_reason: str | None
     stop_sequence: str | None = None
     malformed_tool_calls: int | UnsetType = UNSET
-    """Calls that could not be read. What had been sent of them is no call. Headwater's own."""
+    """Calls that could not be read. The parts of them that were sent are not calls. Headwater's own."""
 
 
 class MessageDeltaEvent(Struct, kw_only=True):

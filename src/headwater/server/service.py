@@ -46,7 +46,7 @@ MAX_RECENT = 64
 """Finished sequences that `/stats` still shows."""
 
 _FEW_SCORED_TOKENS = 128
-"""The log-probabilities of so many tokens, with 20 alternatives each, are written in 5 ms."""
+"""The log-probabilities of this many tokens, with 20 alternatives each, are written in 5 ms."""
 
 _SHORT_CHARS = 1 << 16
 """A text up to this length takes milliseconds to tokenize. Such texts have separate threads, so
@@ -260,7 +260,7 @@ class Service:
         return work() if size <= _SHORT_CHARS else await self.in_thread(work, size=size)
 
     async def convert_logprobs(self, work: Callable[[], T], num_tokens: int) -> T:
-        """Run `work`, which writes the log-probabilities of so many tokens: of many tokens in a
+        """Run `work`, which writes the log-probabilities of this many tokens: many tokens in a
         thread."""
         if num_tokens <= _FEW_SCORED_TOKENS:
             return work()

@@ -185,7 +185,7 @@ class EchoEngine:
 
 
 class ScriptedEngine(EchoEngine):
-    """Answers every request with the same text, one byte a step, and then stops."""
+    """Answers every request with the same text, one byte per step, and then stops."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

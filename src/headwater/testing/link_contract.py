@@ -151,7 +151,7 @@ def check_a_block_is_received_once(harness: LinkHarness) -> None:
     harness.source.rows[0] += 1
     sender.push(harness.push(2, 1, [0, 1]))
 
-    assert harness.done(2), "a block that is there already is no failure"
+    assert harness.done(2), "a block that is there already is not a failure"
     harness.log.await_received(1, 2)
     assert harness.log.received(1) == [0, 1], "a block is received once"
     assert np.array_equal(harness.target.rows[0], first), "a received block was written again"

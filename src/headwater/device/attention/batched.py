@@ -126,7 +126,7 @@ class BatchedDecodes:
         return tokens[: self._end] if self.leading else tokens.index_select(0, self._token_of)
 
     def _weights(self, query: Tensor, keys: Tensor, variant: Variant) -> Tensor:
-        """Softmax of scores, `[buffers * kv_heads, queries a head, keys]`."""
+        """Softmax of scores, `[buffers * kv_heads, queries per head, keys]`."""
         grouped = query.reshape(keys.shape[0], -1, keys.shape[2])
         mask = self._mask(variant.window, query.dtype)
         scores = torch.bmm(grouped, keys.transpose(1, 2)).float() * variant.scaling

@@ -39,7 +39,7 @@ class ChunkRow:
         self.start, self.end, self.context = start, end, context
         self.first = context - (end - start)
         self._slots = slots
-        self._sights: dict[int | None, VisibleBlocks] = {}
+        self._visible: dict[int | None, VisibleBlocks] = {}
 
     def attend(
         self,
@@ -60,12 +60,12 @@ class ChunkRow:
         ):
             keys, values = own if self.first == 0 else self._read(pool, layer, 0)
             return _in_parts(pool, query, keys, values, variant.scaling)
-        sight = self._sight(variant.window, query, pool.block_tokens)
-        keys, values = own if self.first == 0 else self._read(pool, layer, sight.first_block)
+        visible = self._visible_blocks(variant.window, query, pool.block_tokens)
+        keys, values = own if self.first == 0 else self._read(pool, layer, visible.first_block)
         if variant.has_plain_scores:
-            return _fused(query, keys, values, sight, variant.scaling)
+            return _fused(query, keys, values, visible, variant.scaling)
         parts = torch.split(query, _QUERIES)
-        masks = self._mask(variant.window, query, sight.first_block * pool.block_tokens)
+        masks = self._mask(variant.window, query, visible.first_block * pool.block_tokens)
         out = [
             written_out(q, keys, values, m, variant)
             for q, m in zip(parts, torch.split(masks, _QUERIES), strict=True)
@@ -80,14 +80,16 @@ class ChunkRow:
         seen = self.context - first_block * pool.block_tokens
         return keys[:seen], values[:seen]
 
-    def _sight(self, window: int | None, query: Tensor, block_tokens: int) -> VisibleBlocks:
+    def _visible_blocks(
+        self, window: int | None, query: Tensor, block_tokens: int
+    ) -> VisibleBlocks:
         """The visible blocks; created by the first layer with this window and kept for the
         other layers of the step."""
-        sight = self._sights.get(window)
-        if sight is None:
-            sight = self._look(window, query, block_tokens)
-            self._sights[window] = sight
-        return sight
+        visible = self._visible.get(window)
+        if visible is None:
+            visible = self._look(window, query, block_tokens)
+            self._visible[window] = visible
+        return visible
 
     def _look(self, window: int | None, query: Tensor, block_tokens: int) -> VisibleBlocks:
         hidden = 0 if window is None else max(0, self.first - window + 1)
@@ -166,14 +168,14 @@ def _in_parts(
 
 
 def _fused(
-    query: Tensor, keys: Tensor, values: Tensor, sight: VisibleBlocks, scaling: float
+    query: Tensor, keys: Tensor, values: Tensor, visible: VisibleBlocks, scaling: float
 ) -> Tensor:
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
-        attn_mask=sight.mask,
-        is_causal=sight.causal,
+        attn_mask=visible.mask,
+        is_causal=visible.causal,
         scale=scaling,
         enable_gqa=query.shape[1] != keys.shape[1],
     )

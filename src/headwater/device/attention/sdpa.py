@@ -36,7 +36,7 @@ class SdpaStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """As in `AttentionStep`. Tokens that only pad the batch get zeros."""
+        """See `AttentionStep`. Tokens that only pad the batch get zeros."""
         # Attend over the values as the pool will return them, so that a cached prefix gives the
         # same result.
         key, value = self._pool.rounded(key), self._pool.rounded(value)

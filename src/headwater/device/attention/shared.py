@@ -3,7 +3,7 @@
 The shared prefix is read once for all rows, in one product with many queries, instead of once
 per row. Rows share it if their block tables begin with the same slots, so the KV is the same.
 
-    scores of a row   |   shared: one product a head   |  own: one product a row  |
+    scores of a row   |   shared: one product per head |  own: one product per row |
                       0                              shared                     span
 """
 

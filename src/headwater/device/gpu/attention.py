@@ -108,7 +108,7 @@ class PagedStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """As in `AttentionStep`."""
+        """See `AttentionStep`."""
         pool = self.attention.pool
         if pool.element_size() == 1:
             self._store_fp8(layer, key, value)

@@ -1,7 +1,7 @@
 """Makes a fused decoder from a transformers model, if both compute the same.
 
-Every layer is run by its own code and by ours, with an attention whose output shows its inputs.
-The model without layers is also compared, which covers embeddings, the last norm and logits.
+Every layer is run by its own code and by ours, with a probe as attention, whose output
+depends on all its inputs. The model without layers is also compared, which covers embeddings, the last norm and logits.
 """
 
 from typing import Any, cast
@@ -80,7 +80,7 @@ class _Tables:
 
 
 class _LayerProbe:
-    """One layer run by its own code, with an attention whose output shows its inputs."""
+    """One layer run by its own code, with an attention whose output depends on all its inputs."""
 
     def __init__(self, layer: nn.Module, tables: _Tables, number: int) -> None:
         weight = next(layer.parameters())
@@ -97,7 +97,7 @@ class _LayerProbe:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """As `AttentionStep`: queries mixed with keys and values."""
+        """See `AttentionStep`; returns queries mixed with keys and values."""
         self.variant = variant
         groups = query.shape[1] // key.shape[1]
         mixed = query + (key * 0.5 + value * 0.25).repeat_interleave(groups, dim=1)
@@ -131,7 +131,7 @@ class _LayerProbe:
         return self._is_close(ours, layer)
 
     def _latent_agrees(self, decoder: FusedDecoder) -> bool:
-        """The same for latent KV; the stored vectors are compared too."""
+        """What `agrees` returns for latent KV; the stored vectors are compared too."""
         layer, hidden = decoder.layers[0], self.hidden
         assert self.rank is not None, "its module has latents"
         size = self.rank + 2 * layer.table[0].shape[1]

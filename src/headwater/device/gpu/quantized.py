@@ -74,7 +74,7 @@ class QuantizedWeight:
         factor: float = 1.0,
         activation: GateActivation = GateActivation.SILU,
     ) -> Tensor:
-        """As `gemv`."""
+        """See `gemv`."""
         if self.code is Code.FP8_ROW:
             return gemv(
                 x, self.codes, scales=self.scales, norm=norm, gated=gated, residual=residual,

@@ -192,7 +192,7 @@ def _attend(
 def attend_decodes(
     query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
-    """As `decode.attend_decodes`, if `fits` returns True."""
+    """Like `decode.attend_decodes`; usable if `fits` returns True."""
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
     heads = out.shape[1]
     group = heads // kv_heads

@@ -94,7 +94,7 @@ def _join(logits, chosen, num_top, part_sums, part_values, part_ids, out, stride
 
 
 class LogprobBuffers:
-    """Room for the results of so many rows, and for the parts they are joined from."""
+    """Room for the results of this many rows, and for the parts they are joined from."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         def floats(*shape: int) -> Tensor:

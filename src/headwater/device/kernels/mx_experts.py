@@ -126,7 +126,7 @@ def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alph
              SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, M: tl.constexpr,
              N: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
              ACTIVATION: tl.constexpr):  # fmt: skip
-    """As `experts._grouped`; gate and up are interleaved, so a tile has `N` of both
+    """Like `experts._grouped`; gate and up are interleaved, so a tile has `N` of both
     together."""
     expert = tl.program_id(1)
     count = tl.load(counts + expert)
@@ -180,7 +180,7 @@ def add_pairs(
     shares: Tensor,
     norm: tuple[Tensor, float] | None = None,
 ) -> None:
-    """As `experts.add_pairs`."""
+    """See `experts.add_pairs`."""
     rows, size = x.shape
     top, inner = ids.shape[1], weights.inner
     narrow = torch.empty((rows * top, inner), dtype=x.dtype, device=x.device)
@@ -206,7 +206,7 @@ def add_pairs(
 def add_grouped(
     normed: Tensor, hidden: Tensor, weights: ExpertWeights, routing: Routing
 ) -> None:
-    """As `experts.add_grouped`."""
+    """See `experts.add_grouped`."""
     rows, size = normed.shape
     top, inner = routing.ids.shape[1], weights.inner
     narrow = normed.new_empty((rows * top, inner))

@@ -83,9 +83,9 @@ def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
     """The item of this program in an iteration.
 
     Heads that share KV follow each other, `together` KV heads at a time. Tiles are sorted by
-    their first query, and so by the keys they see; a section goes up, the next one down, and
-    programs take items to and fro, so that all get about as much. The last section goes down, so
-    that all end together.
+    their first query, and so by the number of keys they see. Sections are taken in ascending and
+    descending order in turn, and so are the programs, so that all programs get about the same
+    work. The last section is in descending order, so that all programs end together.
     """
     programs = gl.num_programs(0)
     program = gl.program_id(0)
@@ -321,7 +321,7 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
 def attend_chunks(
     query: Tensor, pool: Tensor, layer: int, work: ChunkWork, variant: Variant, out: Tensor
 ) -> None:
-    """As `prefill.attend_chunks`, if `fits` returns True."""
+    """Like `prefill.attend_chunks`; usable if `fits` returns True."""
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
     heads, tiles = out.shape[1], len(work.tile_row)
     processors = torch.cuda.get_device_properties(pool.device).multi_processor_count

@@ -301,7 +301,7 @@ def gemv(
     factor: float = 1.0,
     activation: GateActivation = GateActivation.SILU,
 ) -> Tensor:
-    """As `gemv.gemv`, for one row; `group` is the number of inputs that share a scale, or the
+    """Like `gemv.gemv`, for one row; `group` is the number of inputs that share a scale, or the
     chunk size."""
     size = x.shape[1]
     outputs = len(weight) // 2 if gated else len(weight)

@@ -5,7 +5,7 @@ the row several times: the row stays in the second-level cache, and a pass costs
 microseconds where a sort costs milliseconds.
 
     pass 1       largest and smallest logit, first index of the largest
-    search       8 pivots a pass between `low` and `high`: sums of what is above each pivot
+    search       8 pivots per pass between `low` and `high`: sums of what is above each pivot
     last pass    sums of kept weights by chunk, in the order of ids; then one chunk in detail
 
 The search keeps two facts: every element at or above `high` is kept, every element at or below
@@ -278,7 +278,7 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
                     counter + tl.zeros([BLOCK], tl.int32), 1, mask=found, sem="relaxed"
                 )
                 tl.store(room + place, values, mask=found & (place < FEW))
-            # Two instructions a pivot: a comparison to 0.0 or 1.0, and a fused multiply-add.
+            # Two instructions per pivot: a comparison to 0.0 or 1.0, and a fused multiply-add.
             s0 += (values > p0).to(tl.float32) * weights
             s1 += (values > p1).to(tl.float32) * weights
             s2 += (values > p2).to(tl.float32) * weights

@@ -74,7 +74,7 @@ class ChannelClosed(OSError):
 
 
 class RankChannel:
-    """One end of a socket pair. One thread receives; callers of `send` take turns by themselves."""
+    """One end of a socket pair. One thread receives; callers of `send` need a lock."""
 
     def __init__(
         self, sock: socket.socket, *, send_timeout_s: float, spin_s: float = 0.0

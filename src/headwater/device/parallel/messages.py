@@ -82,7 +82,7 @@ class CopyBlocks(NamedTuple):
     job: TransferJob
 
     def pack(self) -> memoryview:
-        """As bytes."""
+        """The message as bytes."""
         is_load = isinstance(self.job, LoadJob)
         head = np.array((self.serial, self.slab, is_load), dtype=np.int64)
         whole = np.concatenate((head, self.job.source_slots, self.job.target_slots))
@@ -90,7 +90,7 @@ class CopyBlocks(NamedTuple):
 
     @classmethod
     def unpack(cls, payload: memoryview) -> "CopyBlocks":
-        """From bytes."""
+        """The message from its bytes."""
         ints = np.frombuffer(payload, dtype=np.int64)
         serial, slab, is_load = ints[:3].tolist()
         source, target = ints[3:].reshape(2, -1)

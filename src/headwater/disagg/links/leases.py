@@ -3,7 +3,7 @@
     open ── begin_write … end_write ──▶ fenced ── the last write ends ──▶ closed
 
 A write is the blocks of one frame on their way into slots. A lease is not closed while a write is
-in progress. A write checks `stopped` at least once a tick and then writes no more. A block that
+in progress. A write checks `stopped` at least once per tick and then writes no more. A block that
 has been received is never written again.
 """
 

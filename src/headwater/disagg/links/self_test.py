@@ -1,8 +1,8 @@
 """Checks at start that peers can reach this instance at the addresses that it gives them.
 
 A wrong advertised address is otherwise found by the first hand-off, on another machine, as a
-push that cannot connect. The test connects to the own address and proves the token, so another
-service at that address is found, too. A name that cannot be resolved ends the start. An address
+push that cannot connect. The test connects to its own address and proves the token, so another
+service at that address is detected too. A name that cannot be resolved ends the start. An address
 that does not answer is a warning only: behind some NATs a machine cannot reach itself at the
 address that others use.
 """

@@ -24,7 +24,7 @@ _WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 _MAX_PARTS = 512  # of one call; the kernel allows 1024
 
 WaitCheck = Callable[[], None]
-"""Called once a tick while a wait makes no progress. It raises to end the wait."""
+"""Called once per tick while a wait makes no progress. It raises to end the wait."""
 
 
 class Stream:

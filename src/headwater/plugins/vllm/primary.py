@@ -22,7 +22,8 @@ class PrimaryMemory(HostSlab):
         self.rows = np.frombuffer(self.memory, dtype=np.uint8).reshape(self.num_slots, -1)
 
     def release(self) -> None:
-        """Drop all views; a hanging call keeps its view until it ends. Twice is safe."""
+        """Drop all views; a hanging call keeps its view until it ends. Calling it
+        twice is safe."""
         if "rows" in vars(self):
             del self.rows
         try:

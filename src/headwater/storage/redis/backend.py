@@ -1,4 +1,4 @@
-"""Blocks on a Redis or Valkey server, one string a block: header, then payload.
+"""Blocks on a Redis or Valkey server, one string per block: header, then payload.
 
 Bounded by the server: `maxmemory` with an eviction policy such as `allkeys-lru`, or a time to
 live that every read renews. Batches are pipelined over one connection per thread. A connection

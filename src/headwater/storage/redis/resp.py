@@ -243,7 +243,7 @@ class RespConnection:
         """Read more into the line buffer, which keeps only unread bytes."""
         rest = self._end - self._start
         if rest == _LINE_BYTES:
-            raise StorageError(f"{self.address} sent a line that is no reply")
+            raise StorageError(f"{self.address} sent a line that is not a reply")
         self._line[:rest] = self._line[self._start : self._end]
         self._start, self._end = 0, rest
         self._end += self._receive([memoryview(self._line)[rest : rest + ahead]], deadline, 0)
