@@ -191,7 +191,9 @@ class _Cell:
         prompts = _stored(self._work, engine)
         while calm < _SETTLED:
             if clock.now() > end_s:
-                raise InvariantError(f"{self._call} never returns, and requests still meet it")
+                raise InvariantError(
+                    f"{self._call} never returns, and requests still wait for it"
+                )
             before = _num_timeouts(engine)
             fresh = engine.make_prompt(self._work.num_tokens, seed=_FRESH_SEED + number)
             engine.serve([fresh if number % 2 else prompts[number // 2 % 8]], max_tokens=1)

@@ -58,8 +58,10 @@ _SLACK_BYTES = 4 << 20
 def main(argv: Sequence[str]) -> int:
     """Run the attacks and print a table or JSON; return 1 if something failed."""
     parser = ArgumentParser(prog="headwater bench attack", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="duration of the attack (default: 10)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the attacks (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = read_flags(parser, argv)
     # Few descriptors and little memory, so that attacks reach the limits.

@@ -133,7 +133,9 @@ SHAPES: dict[str, Callable[[], Shape]] = {
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
     parser = ArgumentParser(prog="headwater bench bodies", description=__doc__)
-    parser.add_argument("--tries", type=int, default=5, metavar="N", help="bodies per shape")
+    parser.add_argument(
+        "--tries", type=int, default=5, metavar="N", help="bodies per shape (default: 5)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = read_flags(parser, argv)
     with live_cluster(_FLAGS) as cluster:

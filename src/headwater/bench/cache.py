@@ -176,15 +176,20 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="headwater bench cache", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--trace", type=Path, help="a trace in the Mooncake format")
+    parser.add_argument(
+        "--trace", type=Path, help="trace in the Mooncake format (default: synthetic)"
+    )
     parser.add_argument("--requests", type=int, default=3_000, help="requests to replay (3000)")
     parser.add_argument("--block", type=int, default=64, help="tokens in a block (64)")
     parser.add_argument(
-        "--capacity-tokens", type=int, default=3_072_000, help="device capacity (3072000)"
+        "--capacity-tokens",
+        type=int,
+        default=3_072_000,
+        help="tokens that the device holds (3072000)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=9, help="replays; the quietest counts (9)"
+        "--repeats", type=int, default=9, help="number of replays; the fastest counts (9)"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer requests")
+    parser.add_argument("--quick", action="store_true", help="use fewer requests")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if options.quick:
         limit = min(limit or QUICK_REQUESTS, QUICK_REQUESTS)
     if options.trace is not None and options.shape != "mixed":
-        raise ConfigError("--shape is of made sessions: leave it out with --trace")
+        raise ConfigError("--shape is for synthetic sessions: leave it out with --trace")
     if options.trace is None:
         requests = make_shape(options.shape, limit or 10_000, options.seed)
     else:
@@ -134,9 +134,9 @@ def _capacities(text: str) -> list[int]:
     try:
         capacities = [int(part) for part in text.split(",")]
     except ValueError as exc:
-        raise ConfigError(f"--capacity is numbers of blocks, got {text!r}") from exc
+        raise ConfigError(f"--capacity must be numbers of blocks, got {text!r}") from exc
     if min(capacities) < 1:
-        raise ConfigError(f"--capacity is at least 1 block, got {text!r}")
+        raise ConfigError(f"--capacity must be at least 1 block, got {text!r}")
     return capacities
 
 
@@ -145,13 +145,13 @@ def _parser() -> ArgumentParser:
         prog="headwater bench eviction", description=__doc__, allow_abbrev=False
     )
     parser.add_argument(
-        "--trace", type=Path, help="a trace in the Mooncake format (without: made sessions)"
+        "--trace", type=Path, help="trace in the Mooncake format (default: synthetic sessions)"
     )
     parser.add_argument(
         "--capacity",
         metavar="N,N",
         default=",".join(map(str, CAPACITIES)),
-        help="blocks of 512 tokens (default: %(default)s)",
+        help="cache sizes in blocks of 512 tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--requests", type=int, help="number of requests from the start (default: all)"
@@ -160,28 +160,32 @@ def _parser() -> ArgumentParser:
         "--variant",
         choices=sorted(VARIANTS),
         default="as-is",
-        help="a relative of the trace instead of itself (default: %(default)s)",
+        help="variant of the trace to use (default: %(default)s)",
     )
     parser.add_argument(
         "--weights",
         metavar="none|shipped|FILE",
         default="none",
-        help="what session begins with; not what was learned from the trace (default: none)",
+        help="initial weights of the session policy, not learned from this trace (default: none)",
     )
     parser.add_argument(
         "--hints",
         choices=HINTS,
         default="none",
-        help="what clients say of their sessions; the LRU is told nothing (default: none)",
+        help="hints of clients about their sessions; the LRU gets none (default: none)",
     )
     parser.add_argument(
         "--shape",
         choices=SHAPES,
         default="mixed",
-        help="of made sessions, without --trace (default: %(default)s)",
+        help="shape of the synthetic sessions, without --trace (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of made sessions (1)")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each, for times (1)")
-    parser.add_argument("--quick", action="store_true", help="fewer requests")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the synthetic sessions (1)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="runs of each policy; the fastest counts (1)"
+    )
+    parser.add_argument("--quick", action="store_true", help="use fewer requests")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

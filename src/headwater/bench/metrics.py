@@ -36,9 +36,9 @@ _LOOK = ViewLimits(max_sequences=64)
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
     parser = ArgumentParser(prog="headwater bench metrics", description=__doc__)
-    parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
-    parser.add_argument("--steps", type=int, default=200, help="steps that are timed")
-    parser.add_argument("--quick", action="store_true", help="few of everything")
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a step (32)")
+    parser.add_argument("--steps", type=int, default=200, help="steps that are timed (200)")
+    parser.add_argument("--quick", action="store_true", help="use few steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = read_flags(parser, argv)
     steps = 20 if options.quick else options.steps

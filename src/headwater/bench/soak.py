@@ -109,9 +109,19 @@ def _parser() -> ArgumentParser:
         prog="headwater bench soak", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--model", choices=("echo", "tiny"), default="echo", help="what is served (echo)")
-    add("--minutes", type=float, default=10.0, help="how long (10)")
-    add("--seed", type=int, default=1, help="of the first round; the next has the next (1)")
-    add("--quick", action="store_true", help="three seconds")
+    add(
+        "--model",
+        choices=("echo", "tiny"),
+        default="echo",
+        help="engine without a model, or with the built-in model (echo)",
+    )
+    add("--minutes", type=float, default=10.0, help="duration (10)")
+    add(
+        "--seed",
+        type=int,
+        default=1,
+        help="seed of the first round; each next round adds 1 (1)",
+    )
+    add("--quick", action="store_true", help="run for three seconds")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -16,7 +16,7 @@ The engine runs in this process. Backends whose server is not installed are left
 
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -273,7 +273,10 @@ def _say(line: str) -> None:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="headwater bench tiers", description=__doc__, allow_abbrev=False
+        prog="headwater bench tiers",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
@@ -281,7 +284,7 @@ def _parser() -> ArgumentParser:
         nargs="+",
         choices=(*_PARTS, *_TRACE_PARTS),
         default=list(_PARTS),
-        help="what to measure (all that need no trace)",
+        help="parts to measure (all that need no trace)",
     )
     add("--trace", type=Path, help="trace in the Mooncake format, for storage-order")
     add(
@@ -291,14 +294,20 @@ def _parser() -> ArgumentParser:
         help="number of requests from the start of the trace (3000)",
     )
     add("--model", choices=("tiny", "100m"), default="100m", help="model served (100m)")
-    add("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="prompt tokens")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[1024, 4096, 16384],
+        help="prompt lengths in tokens (1024 4096 16384)",
+    )
     add("--pairs", type=int, default=24, help="pairs of runs that never hit (24)")
     add("--miss-tokens", type=int, default=256, help="tokens of a prompt that never hits (256)")
     add(
         "--rounds",
         type=int,
         default=5,
-        help="runs of which the median (of backends: the fastest) is told (5)",
+        help="number of runs; the median is reported, for backends the fastest (5)",
     )
     add(
         "--blocks", type=int, default=64, help="blocks of 1 MiB moved to a backend at once (64)"
@@ -315,10 +324,16 @@ def _parser() -> ArgumentParser:
         nargs="+",
         choices=BACKENDS,
         default=list(BACKENDS),
-        help="what is stopped (all that are installed)",
+        help="backends to stop (all that are installed)",
     )
-    add("--hung-prompts", type=int, default=100, help="prompts beside storage that hangs (100)")
-    add("--dir", metavar="PATH", help="where the file backend stores (a temporary folder)")
-    add("--quick", action="store_true", help="the built-in model, shorter prompts, fewer runs")
+    add(
+        "--hung-prompts", type=int, default=100, help="prompts served while storage hangs (100)"
+    )
+    add("--dir", metavar="PATH", help="folder of the file backend (a temporary one)")
+    add(
+        "--quick",
+        action="store_true",
+        help="use the built-in model, shorter prompts and fewer runs",
+    )
     add("--json", action="store_true", help="print one JSON object")
     return parser

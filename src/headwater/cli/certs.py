@@ -35,10 +35,10 @@ def add_certs(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder for the files")
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="where the files are written"
+        "names", nargs="+", metavar="NAME", help="names of the certificates, one file pair each"
     )
-    parser.add_argument("names", nargs="+", metavar="NAME", help="one certificate for each")
     parser.add_argument(
         "--hosts",
         default="",
@@ -47,7 +47,10 @@ def add_certs(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         "loopback and this machine's name)",
     )
     parser.add_argument(
-        "--days", type=int, default=365, help="days until they expire (default: %(default)s)"
+        "--days",
+        type=int,
+        default=365,
+        help="days until the certificates expire (default: %(default)s)",
     )
     parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
 

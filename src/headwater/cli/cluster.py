@@ -18,21 +18,35 @@ def add_cluster_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
     parsers = {verb: _add(commands, verb) for verb in VERBS}
     parsers["status"].add_argument("--json", action="store_true", help="print one JSON object")
     parsers["scale"].add_argument(
-        "roles", nargs="+", metavar="ROLE=N", help="for example decode=4"
+        "roles",
+        nargs="+",
+        metavar="ROLE=N",
+        help="number of instances of a role, for example decode=4",
     )
-    parsers["drain"].add_argument("member", metavar="NAME", help="for example decode-2")
+    parsers["drain"].add_argument(
+        "member", metavar="NAME", help="instance to drain, for example decode-2"
+    )
     parsers["restart"].add_argument(
         "members",
         nargs="*",
         metavar="NAME",
-        help="one after the other (default: all instances)",
+        help="instances to restart, one after the other (default: all)",
     )
     parsers["restart"].add_argument(
         "-f", "--file", type=Path, metavar="FILE", help="cluster file with the new flags"
     )
-    parsers["logs"].add_argument("member", metavar="NAME", help="router, decode-1, …")
     parsers["logs"].add_argument(
-        "-n", "--lines", type=int, default=200, metavar="N", help="last lines (default: 200)"
+        "member",
+        metavar="NAME",
+        help="process whose log to print, for example router or decode-1",
+    )
+    parsers["logs"].add_argument(
+        "-n",
+        "--lines",
+        type=int,
+        default=200,
+        metavar="N",
+        help="number of last lines to print (default: 200)",
     )
     for parser in parsers.values():
         parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
@@ -48,7 +62,11 @@ def _add(commands: "_SubParsersAction[ArgumentParser]", verb: str) -> ArgumentPa
         "down": "Stop a cluster: instances finish their requests first.",
     }
     parser = commands.add_parser(verb, description=about[verb], allow_abbrev=False)
-    parser.add_argument("--cluster", metavar="NAME", help="default: the one that runs")
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="name of the cluster (default: the only one that runs)",
+    )
     return parser
 
 

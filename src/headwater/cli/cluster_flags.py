@@ -86,4 +86,9 @@ def _add_address(group: _ArgumentGroup, prefix: str, what: str, default: str) ->
     """Two flags for an address that is told to peers."""
     text = f"address that peers are given for {what}, behind NAT (default: {default})"
     group.add_argument(f"{prefix}-host", metavar="ADDRESS", help=text)
-    group.add_argument(f"{prefix}-port", metavar="PORT", type=int, help=f"its port for {what}")
+    group.add_argument(
+        f"{prefix}-port",
+        metavar="PORT",
+        type=int,
+        help=f"port that peers are given for {what}, behind NAT",
+    )

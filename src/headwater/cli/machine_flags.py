@@ -56,19 +56,22 @@ def add_machine(group: _ArgumentGroup) -> None:
         help="tokens in a block (default: %(default)s)",
     )
     group.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="most sequences in a step (the preset's)"
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="most sequences in a step (default: that of the machine)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="most tokens in a step (the preset's)",
+        help="most tokens in a step (default: that of the machine)",
     )
     group.add_argument(
         "--max-itl-ms",
         type=float,
         metavar="MS",
-        help="target for the time between tokens while prompts are computed (none)",
+        help="target for the time between tokens while prompts are computed, in milliseconds (default: none)",
     )
 
 

@@ -48,7 +48,10 @@ def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
     add_slo(parser.add_argument_group("promise"))
     group = parser.add_argument_group("work and output")
     group.add_argument(
-        "--jobs", type=int, metavar="N", help="processes (default: one for each core)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="replays that run at the same time (default: one per core)",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument(
@@ -130,7 +133,9 @@ def _names(flag: str, text: str, valid: Sequence[str]) -> list[str]:
 def _add_sweep(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("values to try (lists, in all combinations)")
     group.add_argument(
-        "--device-gib", metavar="GIB,GIB", help="device memory for KV (the preset's)"
+        "--device-gib",
+        metavar="GIB,GIB",
+        help="device memory for KV of each instance (default: that of the machine)",
     )
     group.add_argument(
         "--host-gib",
@@ -156,25 +161,25 @@ def _add_sweep(parser: ArgumentParser) -> None:
         "--eviction",
         metavar="NAME,NAME",
         default="lru",
-        help=f"of {', '.join(EVICTIONS)} (default: %(default)s)",
+        help=f"eviction policies, some of {', '.join(EVICTIONS)} (default: %(default)s)",
     )
     group.add_argument(
         "--write-policy",
         metavar="NAME,NAME",
         default="auto",
-        help=f"of {', '.join(WRITE_POLICIES)} (default: %(default)s)",
+        help=f"write policies, some of {', '.join(WRITE_POLICIES)} (default: %(default)s)",
     )
     group.add_argument(
         "--load-policy",
         metavar="NAME,NAME",
         default="priced",
-        help=f"of {', '.join(LOAD_POLICIES)} (default: %(default)s)",
+        help=f"load policies, some of {', '.join(LOAD_POLICIES)} (default: %(default)s)",
     )
     group.add_argument(
         "--router",
         choices=ROUTERS,
         default=ROUTERS[0],
-        help="which instance gets a request (default: %(default)s)",
+        help="routing policy (default: %(default)s)",
     )
     group.add_argument(
         "--price",

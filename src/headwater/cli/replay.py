@@ -71,14 +71,14 @@ def add_load(group: _ArgumentGroup) -> None:
         type=float,
         metavar="X",
         default=1.0,
-        help="the same requests in 1/X of the time (default: %(default)g)",
+        help="factor on the arrival rate: the same requests in 1/X of the time (default: %(default)g)",
     )
     group.add_argument(
         "--scale",
         type=float,
         metavar="X",
         default=1.0,
-        help="X times the sessions: a part of them, or copies (default: %(default)g)",
+        help="factor on the number of sessions: below 1 a random part, above 1 with copies (default: %(default)g)",
     )
     group.add_argument(
         "--seed", type=int, default=1, help="seed of the random choice of --scale (default: 1)"
@@ -107,7 +107,7 @@ def add_slo(group: _ArgumentGroup) -> None:
         "--slo",
         default="",
         metavar="BOUNDS",
-        help="what requests are promised, such as ttft_p99=2s,itl_p99=50ms; gives the goodput",
+        help="bounds on latencies, such as ttft_p99=2s,itl_p99=50ms; the report then has the goodput",
     )
 
 
@@ -248,7 +248,10 @@ def _table(result: dict[str, object]) -> str:
 
 def _add_tiers(group: _ArgumentGroup) -> None:
     tiers: dict[str, tuple[str, float | None]] = {
-        "--device-gib": ("device memory for KV, of each instance (the preset's)", None),
+        "--device-gib": (
+            "device memory for KV of each instance (default: that of the machine)",
+            None,
+        ),
         "--host-gib": ("host tier of each instance; 0 means no host tier (default: 0)", 0.0),
         "--storage-gib": (
             "storage that all instances share; 0 means no storage (default: 0)",
@@ -258,7 +261,11 @@ def _add_tiers(group: _ArgumentGroup) -> None:
     for flag, (text, size) in tiers.items():
         group.add_argument(flag, type=float, metavar="GIB", default=size, help=text)
     group.add_argument(
-        "--instances", type=int, metavar="N", default=1, help="engines alike (default: 1)"
+        "--instances",
+        type=int,
+        metavar="N",
+        default=1,
+        help="number of equal instances (default: 1)",
     )
     group.add_argument(
         "--pd",
@@ -277,7 +284,7 @@ def _add_tiers(group: _ArgumentGroup) -> None:
         "--router",
         choices=ROUTERS,
         default=ROUTERS[0],
-        help="which instance gets a request (default: %(default)s)",
+        help="routing policy (default: %(default)s)",
     )
     group.add_argument(
         "--eviction",

@@ -40,7 +40,7 @@ def add_access_flags(parser: ArgumentParser) -> None:
         help="secret that router and instances share (or HEADWATER_PEER_TOKEN)",
     )
     group.add_argument(
-        "--peer-token-file", metavar="FILE", help="file with that secret, instead of the flag"
+        "--peer-token-file", metavar="FILE", help="file with the secret of --peer-token"
     )
     add_tls_flags(group)
 
@@ -50,7 +50,11 @@ def add_tls_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     parser.add_argument(
         "--ssl-certfile", metavar="FILE", help="serve HTTPS with this PEM certificate chain"
     )
-    parser.add_argument("--ssl-keyfile", metavar="FILE", help="PEM private key of it")
+    parser.add_argument(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="PEM file with the private key of that certificate",
+    )
     parser.add_argument(
         "--ssl-ca-certs",
         metavar="FILE",

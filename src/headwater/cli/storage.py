@@ -75,12 +75,16 @@ def run_storage(options: Namespace) -> int:
 
 def _add_prune(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--to", metavar="SIZE", help="stop when the directory takes no more, for example 10GiB"
+        "--to",
+        metavar="SIZE",
+        help="stop when the directory takes at most this much, for example 10GiB",
     )
     parser.add_argument(
-        "--model", metavar="HEX", help="only slabs whose model begins with this"
+        "--model",
+        metavar="HEX",
+        help="delete only slabs whose model id begins with these digits",
     )
-    parser.add_argument("--all", action="store_true", help="every slab without an owner")
+    parser.add_argument("--all", action="store_true", help="delete every slab without an owner")
     parser.add_argument(
         "--dry-run", action="store_true", help="only list what would be deleted"
     )

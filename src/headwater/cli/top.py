@@ -65,9 +65,15 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
         metavar="FILE",
         help="PEM file with the CA of a server with TLS (default: those of the system)",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="its key (or HEADWATER_API_KEY)")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds (default: 1)"
+        "--api-key", metavar="KEY", help="API key of the server (or HEADWATER_API_KEY)"
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds between two updates (default: 1)",
     )
     parser.add_argument("--once", action="store_true", help="print the view once and exit")
     parser.add_argument(

@@ -68,20 +68,24 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
         metavar="ADDRESS",
         help="place instances on a Ray cluster (default: that of RAY_ADDRESS or this machine)",
     )
-    parser.add_argument("--name", metavar="NAME", help="of the cluster (default: a free one)")
+    parser.add_argument(
+        "--name", metavar="NAME", help="name of the cluster (default: one that is not in use)"
+    )
     parser.add_argument(
         "--model",
         metavar="MODEL",
         help="model directory or Hugging Face name (default: built in)",
     )
     for role, what in (
-        ("mixed", "instances that do everything"),
-        ("prefill", "instances that compute prompts"),
-        ("decode", "instances that generate"),
+        ("mixed", "number of instances that prefill and decode (default: 0)"),
+        ("prefill", "number of instances that only prefill (default: 0)"),
+        ("decode", "number of instances that decode (default: 0)"),
     ):
         parser.add_argument(f"--{role}", type=int, metavar="N", default=0, help=what)
     parser.add_argument(
-        "--gpus", metavar="N,N,…", help="a GPU for each instance, prefill first, by number"
+        "--gpus",
+        metavar="N,N,…",
+        help="numbers of the GPUs, one for each instance, prefill instances first",
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)"
@@ -99,7 +103,12 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
         metavar="FIRST[-LAST]",
         help="ports of the instances, counted up from FIRST (default: any free ports)",
     )
-    parser.add_argument("--policy", metavar="NAME", default="cache_aware", help="see route")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        default="cache_aware",
+        help="routing policy, see headwater route (default: cache_aware)",
+    )
     parser.add_argument(
         "--restart",
         action=BooleanOptionalAction,
@@ -107,7 +116,12 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
         help="start processes that died again (default: yes)",
     )
     add_tls_flags(parser)
-    parser.add_argument("serve_flags", nargs="*", metavar="-- FLAGS", help="of each instance")
+    parser.add_argument(
+        "serve_flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="flags of headwater serve for each instance",
+    )
     parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
 
 

@@ -27,7 +27,10 @@ def add_warm(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public t
         allow_abbrev=False,
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="directory or Hugging Face name"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="model directory or Hugging Face name (default: built in)",
     )
     parser.add_argument("--device", default="cuda", help=help_text("where the model runs"))
     parser.add_argument("--dtype", default="auto", help=help_text("type of weights and KV"))
@@ -36,13 +39,16 @@ def add_warm(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public t
         help=help_text("tokens per block, as for serve"),
     )  # fmt: skip
     parser.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="as for serve (default: by the device)"
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="most sequences per step, as for serve (default: by the device)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="as for serve (default: the same)",
+        help="most tokens per step, as for serve (default: by the device)",
     )
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.set_defaults(flags=flags)

@@ -70,7 +70,7 @@ class CpuCopier:
                 self._copy(transfer)
                 ended = JobCompletion(transfer.job, JobStatus.DONE, transfer.num_blocks)
             except Exception:
-                log.exception("a copy failed")
+                log.exception("a copy between device and host failed")
                 ended = JobCompletion(transfer.job, JobStatus.FAILED, reason="bug")
             report(ended._replace(busy_s=self._clock.now() - began))
 

@@ -75,7 +75,9 @@ class Recording:
                 line = json.dumps(self._line(scheme, *entry)) + "\n"
                 os.write(target.descriptor, line.encode())
         except (OSError, ValueError):
-            log.exception("the recording ended early")
+            log.exception(
+                "the recording cannot be written any more; further requests are not recorded"
+            )
 
     def _line(
         self, scheme: KeyScheme, request: Request, output: list[int]

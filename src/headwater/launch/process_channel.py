@@ -73,7 +73,7 @@ class ProcessChannel:
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES))
                 if length > _MAX_FRAME_BYTES:
-                    raise ValueError(f"a frame of {length} bytes")
+                    raise ValueError(f"a frame of {length} bytes is too long")
                 self._receive(_decode(await self._reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             return

@@ -79,7 +79,7 @@ def _read_lines(lines: Iterable[str], block_tokens: int) -> list[TraceRequest]:
                 path.append(num_ids)
                 num_ids += 1
             if num_ids * block_tokens > MAX_TOKEN:
-                raise ValueError("more blocks than there are numbers for")
+                raise ValueError("more different blocks than can be numbered")
             arrival_s = float(row["timestamp"]) / 1e3
             requests.append(
                 TraceRequest(path, start, end, arrival_s, block_tokens, has_output=True)

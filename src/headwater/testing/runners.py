@@ -93,7 +93,7 @@ class EchoRunner:
         """Compute the oldest batch."""
         batch = self._submitted.popleft()
         if batch.awaits and not self.layerwise:
-            raise AssertionError(f"step {batch.step} reads loads that have not landed")
+            raise AssertionError(f"step {batch.step} reads loads that have not ended")
         if self.arrive is not None:
             for job in batch.awaits.values():
                 self.arrive(job)

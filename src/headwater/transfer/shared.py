@@ -53,7 +53,7 @@ def map_shared(file: int, num_bytes: int) -> memoryview:
     """Map memory of another process read-only. Raises OSError if the memory could change its
     size."""
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
-        raise OSError("its owner could shrink it")
+        raise OSError("the memory is not sealed, so its owner could shrink it")
     if os.fstat(file).st_size < num_bytes:
-        raise OSError("it is smaller than the sender announced")
+        raise OSError("the memory is smaller than the sender announced")
     return memoryview(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ))

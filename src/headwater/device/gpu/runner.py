@@ -169,7 +169,7 @@ class CudaRunner:
     def _run_warm_steps(self) -> None:
         """Compute a step of each kind. The pool must be empty."""
         if self._submitted or self._num_steps:
-            raise InvariantError("steps to warm up are computed before any other")
+            raise InvariantError("warm-up steps must be computed before any other step")
         capacity = self.pool.num_blocks * self.pool.block_tokens
         limits = WarmLimits(
             max_rows=self._max_rows,
