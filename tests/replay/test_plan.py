@@ -197,7 +197,7 @@ def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--host-gib", "much"], "is a list"),
+        (["--host-gib", "much"], "must be a list"),
         (["--eviction", "mru"], "must be one of"),
         (["--price", "5"], "for example"),
         (["--slo", "quick"], "for example"),
