@@ -41,7 +41,7 @@ class LiveCommand:
                 if found := _READY.search(line):
                     self.url = found.group(1)
 
-    def until_said(self, text: str, within_s: float = 60.0) -> str:
+    def until_printed(self, text: str, within_s: float = 60.0) -> str:
         """Wait for a line that contains `text`, and return it."""
         deadline = time.monotonic() + within_s
         while True:
@@ -85,7 +85,7 @@ class LiveRouter(RouterClient, LiveCommand):
     def __init__(self, *flags: str, port: int = 0) -> None:
         secret = () if "HEADWATER_PEER_TOKEN" in os.environ else ("--peer-token", TOKEN)
         super().__init__("route", "--port", str(port), *secret, *flags)
-        self.until_said("stop with")
+        self.until_printed("stop with")
         self.port = int(self.url.rpartition(":")[2])
 
     def until_exact(self, *servers: Any) -> dict[str, Any]:

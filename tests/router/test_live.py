@@ -326,7 +326,7 @@ def test_up_refuses_impossible_clusters_with_a_message():
 def test_up_can_be_stopped_while_it_loads():
     """Ctrl-C at any time leaves nothing behind."""
     command = LiveCommand("up", "--mixed", "1", "--port", "0")
-    command.until_said("loading 1")
+    command.until_printed("loading 1")
     pid = command.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 

@@ -24,7 +24,7 @@ class Pairs(RouterClient):
         flags = ["--threads", "1", "--num-gpu-blocks-override", "96"]
         roles = ["--prefill", "1", "--decode", "2"]
         self.command = LiveCommand("up", *roles, "--no-restart", "--port", "0", "--", *flags)
-        self.command.until_said("stop with")
+        self.command.until_printed("stop with")
         lines = [line.split() for line in self.command.lines if " pid " in line]
         self.urls = {words[0]: words[1] for words in lines}
         self.pids = {words[0]: int(words[3]) for words in lines}
@@ -45,7 +45,7 @@ class Pairs(RouterClient):
 
     def kill(self, role):
         os.kill(self.pids[role], signal.SIGKILL)
-        self.command.until_said(f"{role} ended with signal 9")
+        self.command.until_printed(f"{role} ended with signal 9")
 
 
 @pytest.fixture(scope="module")

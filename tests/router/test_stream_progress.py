@@ -37,7 +37,7 @@ def answers(draw):
     return tokens, draw(st.permutations(turns))
 
 
-def said_by_instance(tokens: list[list[int]], turns: list[int], known: list[int]) -> bytes:
+def stream_of_instance(tokens: list[list[int]], turns: list[int], known: list[int]) -> bytes:
     """A stream that continues after the first `known` tokens of each choice."""
     places, parts = list(known), []
     left = [len(sent) - at for sent, at in zip(tokens, known, strict=True)]
@@ -64,7 +64,7 @@ def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, b
     tokens, turns = answer
     progress, got, known = StreamProgress(), b"", [0] * len(tokens)
     for cut in [*breaks, None]:
-        stream = said_by_instance(tokens, turns, known)[:cut]
+        stream = stream_of_instance(tokens, turns, known)[:cut]
         splitter = EventSplitter()
         for at in range(0, len(stream), size):
             if whole := splitter.feed(stream[at : at + size]):

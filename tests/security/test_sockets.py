@@ -28,7 +28,7 @@ def cluster():
         *("--max-model-len", "512", "--num-gpu-blocks-override", "32"),
         *("--api-workers", "2", "--tensor-parallel-size", "2", "--threads", "1"),
     )
-    command.until_said("cluster is ready", within_s=240)
+    command.until_printed("cluster is ready", within_s=240)
     yield command
     command.stop()
 

@@ -195,7 +195,7 @@ def test_a_cluster_hands_over_in_mutual_tls(folder):
     files = tls(folder, "instance")
     small = ("--threads", "1", "--num-gpu-blocks-override", "64", "--max-model-len", "2048")
     command = LiveCommand("up", "--port", "0", *documented(folder, "headwater up "), *small)
-    command.until_said("stop with", within_s=240)
+    command.until_printed("stop with", within_s=240)
     urls = dict(line.split()[:2] for line in command.lines if " pid " in line)
     with httpx.Client(verify=trusting(folder), timeout=60) as client:
         until_registered(client, urls["router"], len(urls) - 1)
