@@ -327,9 +327,7 @@ class EngineCore:
                 return self.view(limits)
             case CloseSession(session_id, cache_salt):
                 return self.close_session(session_id, cache_salt)
-        raise RequestError(
-            f"this engine does not support the control call {type(call).__name__}"
-        )
+        raise RequestError(f"this engine cannot execute {type(call).__name__}")
 
     def _wakes(self) -> list[float]:
         """Deadlines at which there is work although nothing arrives."""
