@@ -164,7 +164,7 @@ class EngineConfig:
 
     max_itl_ms: float | None = None
     """Target in milliseconds for the time between tokens while prompts are computed. None means
-    3.5 decode steps, at least 30 ms, on a GPU, and no target on a CPU; 0 means no target."""
+    four decode steps, at least 30 ms, on a GPU, and no target on a CPU; 0 means no target."""
 
     memory_utilization: float | None = None
     """Share of the free device memory for KV blocks, after the model is loaded. None means 0.9

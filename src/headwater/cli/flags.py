@@ -327,7 +327,7 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         type=number_value,
         metavar="MS",
         help="target for the time between tokens while prompts are computed, which bounds the "
-        "prompt tokens of a step; 0 means no target (default: 3.5 decode steps, at least 30 ms, on a "
+        "prompt tokens of a step; 0 means no target (default: four decode steps, at least 30 ms, on a "
         "GPU; none on a CPU)",
     )
     group.add_argument(

@@ -21,6 +21,11 @@ _PREFILL_SHARE = 4
 _COST_MEMORY = 0.8
 """Weight that remains of a step's cost after each later step of its kind."""
 
+_SLOWER_MEMORY = 0.97
+"""The same for a decode step that took longer than expected. A step is measured when it is
+collected, and the host collects late when it launches the kernels of another step. Such delays
+only add time, so the estimate follows slow steps slowly."""
+
 _MAX_CHANGE = 4.0
 """A step that took longer than this many times its estimate counts as this many times: one slow
 step of the machine must not stop prompts."""
@@ -63,7 +68,9 @@ class StepCostEstimator:
     def note_decode(self, num_rows: int, seconds: float) -> None:
         """A step decoded this many rows and computed no prompt."""
         size = num_rows.bit_length()
-        self._decode_s[size] = _smoothed(self._decode_s.get(size, 0.0), seconds)
+        known = self._decode_s.get(size, 0.0)
+        memory = _SLOWER_MEMORY if seconds > known else _COST_MEMORY
+        self._decode_s[size] = _smoothed(known, seconds, memory)
         self._publish(num_rows)
 
     def note_chunks(self, num_decodes: int, chunk_cost: float, seconds: float) -> None:
@@ -99,11 +106,11 @@ class StepCostEstimator:
         return 0.0 if nearest is None else self._decode_s[nearest]
 
 
-def _smoothed(known: float, seen: float) -> float:
+def _smoothed(known: float, seen: float, memory: float = _COST_MEMORY) -> float:
     if not known:
         return seen
     seen = min(seen, _MAX_CHANGE * known)
-    return known * _COST_MEMORY + seen * (1 - _COST_MEMORY)
+    return known * memory + seen * (1 - memory)
 
 
 def _shape(batch: ScheduledBatch) -> _StepShape:

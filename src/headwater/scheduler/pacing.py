@@ -96,7 +96,7 @@ class ItlTarget:
         return max(num_tokens // _CHUNK_STEP * _CHUNK_STEP, _MIN_CHUNK)
 
 
-ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=3.5, prompt_share=0.6)
+ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=4.0, prompt_share=0.6)
 """The default target on a GPU."""
 
 
