@@ -22,6 +22,11 @@ from headwater.device.kernels.greedy import choose_greedy  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel  # noqa: E402
 from headwater.device.kernels.rotary import HeadNorms, rotate  # noqa: E402
+from headwater.device.kernels.sampling import (  # noqa: E402
+    SamplingInputs,
+    SamplingScratch,
+    choose_sampled,
+)
 from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
 __all__ = ["pytestmark"]
@@ -370,3 +375,37 @@ def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:
         assert chosen[[0, 2, 5]].tolist() == usable[[0, 2, 5]].argmax(-1).tolist()
         assert chosen[[1, 3, 4]].tolist() == [7, 0, 0]
         assert chosen[6:].tolist() == [-1, -1]
+
+
+def test_rows_that_are_not_sampled_have_no_edits() -> None:
+    """The host sends flags for all rows, and ranges of edits only for sampled ones. What is left
+    in the ranges of the others is not read: it once reached beyond the end of the memory."""
+    rows, vocab = 3, 40
+    scratch = SamplingScratch(rows, vocab, DEVICE)
+    scratch.edited.fill_(7.0)
+    zeros = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    floats = torch.zeros(rows, device=DEVICE)
+    inputs = SamplingInputs(
+        flags=zeros,
+        top_k=zeros,
+        state=zeros - 1,
+        edit_start=zeros,
+        edit_end=zeros + 4,
+        temperature=floats,
+        top_p=floats,
+        min_p=floats,
+        uniform=floats,
+        repetition=floats,
+        presence=floats,
+        frequency=floats,
+        edit_ids=ints(range(4)),
+        edit_amounts=torch.ones(4, device=DEVICE),
+        mask=zeros - 1,
+        masks=torch.zeros((rows, 2), dtype=torch.int32, device=DEVICE),
+        counts=torch.zeros((rows, vocab), dtype=torch.int16, device=DEVICE),
+    )
+    logits = torch.randn(rows, vocab, device=DEVICE).to(HALF)
+
+    choose_sampled(logits, zeros.clone(), inputs, scratch, rows)
+
+    assert (scratch.edited == 7.0).all()

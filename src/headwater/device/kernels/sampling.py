@@ -106,10 +106,13 @@ def _edit(logits, edited, flags, state, repetition, presence, frequency, mask, m
 
 
 @triton.jit
-def _add_listed(edited, edit_start, edit_end, edit_ids, edit_amounts, VOCAB: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+def _add_listed(edited, flags, edit_start, edit_end, edit_ids, edit_amounts,
+                VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Add the row's listed amounts: biases, and negative infinity for forbidden tokens."""
     row = tl.program_id(0)
+    # The host sends no range for other rows: theirs may be anything.
+    if tl.load(flags + row) & 1 == 0:
+        return
     end = tl.load(edit_end + row)
     for first in range(tl.load(edit_start + row), end, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -510,8 +513,8 @@ def choose_sampled(
         BLOCK=_EDIT_BLOCK, num_warps=8,
     )  # fmt: skip
     _add_listed[(num_rows,)](
-        scratch.edited, inputs.edit_start, inputs.edit_end, inputs.edit_ids, inputs.edit_amounts,
-        VOCAB=vocab, BLOCK=_LIST_BLOCK,
+        scratch.edited, inputs.flags, inputs.edit_start, inputs.edit_end, inputs.edit_ids,
+        inputs.edit_amounts, VOCAB=vocab, BLOCK=_LIST_BLOCK,
     )  # fmt: skip
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     _sample[(num_rows,)](
