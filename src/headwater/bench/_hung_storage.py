@@ -134,7 +134,7 @@ def measure_hung(
                 if medium is None:
                     say(f"hung: {name} left out, its server is not installed")
                     continue
-                say(f"hung: {name}, until no request meets a timeout")
+                say(f"hung: {name}, until no request waits for a timeout")
                 cell = _Cell(work, medium, call)
                 if call == "close":
                     close_s[name] = cell.close_s()

@@ -168,6 +168,6 @@ def _link_costs(config: SimConfig) -> dict[str, LinkCost]:
     missing = [name for name in names if name not in config.machine.links]
     if missing:
         raise ConfigError(
-            f"{config.machine.name} has no figures for {', '.join(missing)}; use another --machine or --calibrate"
+            f"{config.machine.name} has no figures for {', '.join(missing)}; use another --preset or --calibrate"
         )
     return {name: config.machine.links[name] for name in names}
