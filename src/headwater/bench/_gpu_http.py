@@ -1,8 +1,6 @@
 """A server and its clients on the GPU machine: rates, first waves, mixed load."""
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,13 +14,12 @@ from safetensors.torch import save_file
 
 from headwater.bench._gpu_engine import make_model, release_memory
 from headwater.bench._gpu_load import LoadSpec, run_load
-from headwater.bench._server_processes import RunningServer, await_ready
+from headwater.bench._server_processes import RunningServer, await_ready, stop_server
 from headwater.clock import SystemClock
 from headwater.device import builtin
 from headwater.errors import EngineDead
 from headwater.testing.ports import free_port
 
-_STOP_S = 60
 _MEMORY = Path("/dev/shm")
 
 KINDS: Mapping[str, dict[str, Any]] = {
@@ -81,12 +78,7 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[RunningServer, float]]:
                 ready_s,
             )
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=_STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            stop_server(process)
 
 
 def measure_http(folder: Path, clients: tuple[int, ...]) -> dict[str, Any]:

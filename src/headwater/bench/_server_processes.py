@@ -27,7 +27,7 @@ MAX_BATCHED_TOKENS = "2048"
 
 _POLL_S = 0.2
 _START_POLLS = 1500
-_STOP_S = 30
+_STOP_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def running(
                 engine=engine, port=port, compute_pid=_pin(process.pid), group=process.pid
             )
         finally:
-            _stop(process)
+            stop_server(process)
 
 
 @contextmanager
@@ -174,7 +174,8 @@ def _get(port: int, path: str) -> tuple[int, str]:
         connection.close()
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
+def stop_server(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a server that has its own process group; kill the group if that takes too long."""
     process.terminate()
     try:
         process.wait(timeout=_STOP_S)

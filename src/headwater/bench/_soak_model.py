@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from headwater.bench._soak_round import RESETS
+from headwater.bench._soak_round import RESETS, count_results
 from headwater.cache import JobStatus, TransferJob
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
@@ -237,14 +237,7 @@ class ModelRound:
             if self._reasons[name] != "abort":
                 counts["wrong tokens"] += abs(len(right) - len(got))
         counts["requests"] += len(requests)
-        counts["tokens"] += sum(map(len, self._outputs.values()))
-        counts["aborts"] += sum(reason == "abort" for reason in self._reasons.values())
-        counts["preemptions"] += stats.num_preemptions
-        for tier, found in stats.found_tokens.items():
-            counts[f"tokens found on {tier}"] += found
-        for link, totals in stats.links.items():
-            for reason, count in totals.failures.items():
-                counts[f"{link} {reason}"] += count
+        count_results(counts, stats, self._outputs, self._reasons)
 
     def _make_core(self, seed: int, folder: Path | None) -> EngineCore:
         """Pools that hold a few requests, so that running ones are preempted."""

@@ -4,12 +4,14 @@ Everything, including time, comes from one seed, so a round that fails can be re
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 
 from headwater.clock import SystemClock, VirtualClock
 from headwater.engine.client import ResetReport
 from headwater.errors import InvariantError
+from headwater.metrics.stats import EngineStats
 from headwater.scheduler.request import Request
 from headwater.storage.base import StorageBackend
 from headwater.storage.codec import HEADER_BYTES
@@ -40,6 +42,23 @@ _TIMEOUTS = {
     "write_timeout_s": 0.06,
     "lookup_timeout_s": 0.03,
 }
+
+
+def count_results(
+    counts: Counter[str],
+    stats: EngineStats,
+    outputs: Mapping[str, Sequence[int]],
+    reasons: Mapping[str, str],
+) -> None:
+    """Add tokens, aborts, preemptions, hits by tier and failures by link to `counts`."""
+    counts["tokens"] += sum(map(len, outputs.values()))
+    counts["aborts"] += sum(reason == "abort" for reason in reasons.values())
+    counts["preemptions"] += stats.num_preemptions
+    for tier, found in stats.found_tokens.items():
+        counts[f"tokens found on {tier}"] += found
+    for link, totals in stats.links.items():
+        for reason, count in totals.failures.items():
+            counts[f"{link} {reason}"] += count
 
 
 class EchoRound:
@@ -176,14 +195,7 @@ class EchoRound:
             counts["wrong tokens"] += self._num_wrong(request)
         stats = engine.core.stats()
         counts["requests"] += len(self._requests)
-        counts["tokens"] += sum(map(len, engine.outputs.values()))
-        counts["aborts"] += sum(reason == "abort" for reason in engine.reasons.values())
-        counts["preemptions"] += stats.num_preemptions
-        for tier, found in stats.found_tokens.items():
-            counts[f"tokens found on {tier}"] += found
-        for link, totals in stats.links.items():
-            for reason, count in totals.failures.items():
-                counts[f"{link} {reason}"] += count
+        count_results(counts, stats, engine.outputs, engine.reasons)
         return counts
 
     def _num_wrong(self, request: Request) -> int:

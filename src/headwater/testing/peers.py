@@ -17,12 +17,12 @@ from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Message
 from headwater.disagg.protocol.push import Push, PushFailure
 from headwater.engine.core import EngineCore
-from headwater.scheduler.request import Request, Usage
+from headwater.scheduler.request import Request
 from headwater.storage.base import StorageBackend
 from headwater.testing.copiers import EchoCopier, HeldWorkers
 from headwater.testing.fabric import HeldFabric, Post
 from headwater.testing.runners import EchoRunner
-from headwater.testing.tiers import VOCAB_SIZE, make_eager_scheduler
+from headwater.testing.tiers import VOCAB_SIZE, RecordedOutputs, make_eager_scheduler
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
 from headwater.types import Slots, WritePolicy
@@ -96,7 +96,7 @@ class EchoMemory:
 
 
 @dataclass(kw_only=True)
-class EchoPeer:
+class EchoPeer(RecordedOutputs):
     """One instance, and its outputs so far."""
 
     fabric: HeldFabric
@@ -112,9 +112,6 @@ class EchoPeer:
     depth: int = 1
     config: HandoffConfig = field(default_factory=HandoffConfig)
     settings: Mapping[str, object] = field(default_factory=dict)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    usages: dict[str, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cache = CacheConfig(
@@ -155,13 +152,7 @@ class EchoPeer:
         if not self.core.has_work:
             return
         for output in self.core.step():
-            name = output.request_id
-            assert name not in self.reasons, f"{name} goes on after its end"
-            if output.usage is not None:
-                self.usages[name] = output.usage
-            self.outputs.setdefault(name, []).extend(output.tokens)
-            if output.finish_reason is not None:
-                self.reasons[name] = output.finish_reason
+            self.note(output)
 
     def add(self, request: Request) -> None:
         """Add a request, as the loop does."""

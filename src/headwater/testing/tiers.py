@@ -67,7 +67,26 @@ def uncached_tokens(request: Request) -> list[int]:
 
 
 @dataclass(kw_only=True)
-class EchoTiers:
+class RecordedOutputs:
+    """The outputs of an engine so far, by request."""
+
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    usages: dict[str, Usage] = field(default_factory=dict)
+
+    def note(self, output: SequenceOutput) -> None:
+        """Record one output. Raises AssertionError if its request has ended before."""
+        name = output.request_id
+        assert name not in self.reasons, f"{name} continues after its end"
+        if output.usage is not None:
+            self.usages[name] = output.usage
+        self.outputs.setdefault(name, []).extend(output.tokens)
+        if output.finish_reason is not None:
+            self.reasons[name] = output.finish_reason
+
+
+@dataclass(kw_only=True)
+class EchoTiers(RecordedOutputs):
     """One engine with lower tiers, and its outputs so far."""
 
     num_blocks: int
@@ -87,9 +106,6 @@ class EchoTiers:
 
     timeouts: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    usages: dict[str, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cache = TieredCache(
@@ -129,7 +145,7 @@ class EchoTiers:
     def step(self) -> None:
         """Run one turn of the loop and record the outputs."""
         for output in self.core.step():
-            self._note(output)
+            self.note(output)
         self.core.publish()
 
     def run(self, *requests: Request, within_s: float) -> None:
@@ -163,12 +179,3 @@ class EchoTiers:
         if self.threads:
             return StorageWorkers(self.storage, self.slab, self.clock)
         return HeldWorkers(self.storage, self.slab, self.clock, held=self.held)
-
-    def _note(self, output: SequenceOutput) -> None:
-        name = output.request_id
-        assert name not in self.reasons, f"{name} goes on after its end"
-        if output.usage is not None:
-            self.usages[name] = output.usage
-        self.outputs.setdefault(name, []).extend(output.tokens)
-        if output.finish_reason is not None:
-            self.reasons[name] = output.finish_reason

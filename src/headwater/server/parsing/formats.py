@@ -137,21 +137,13 @@ class DeepSeekFormat:
     writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        first, last, opening, closing, _ = self.markers
-        markers = BlockMarkers(opening=opening, closing=closing, wrapping=(first, last))
-        return BlockParser(markers, _read_deepseek, _stream_of((_DEEPSEEK_HEAD,), tools))
+        return _section_parser(self.markers, _read_deepseek, _DEEPSEEK_HEAD, tools)
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
     ) -> str | None:
-        first, last, opening, closing, between = (terminal(mark) for mark in self.markers)
-
-        def write(index: int, tool: ToolSpec) -> tuple[str, list[str]]:
-            rule = arguments_rule(f"args_{index}", tool.parameters)
-            body = f"{opening} {quoted(tool.name)} {between} args_{index} {closing}"
-            return body, [rule]
-
-        return calls_grammar(tools, write, parallel=parallel, around=(first, last))
+        marks = [terminal(mark) for mark in self.markers]
+        return _section_grammar(marks, tools, quoted, parallel=parallel)
 
     def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
         return "", ""
@@ -173,27 +165,55 @@ class KimiFormat:
     writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        first, last, opening, closing, _ = self.markers
-        markers = BlockMarkers(opening=opening, closing=closing, wrapping=(first, last))
-        return BlockParser(markers, _read_kimi, _stream_of((_KIMI_HEAD,), tools))
+        return _section_parser(self.markers, _read_kimi, _KIMI_HEAD, tools)
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
     ) -> str | None:
-        first, last, opening, closing, between = (terminal(mark) for mark in self.markers)
-
-        def write(index: int, tool: ToolSpec) -> tuple[str, list[str]]:
-            rule = arguments_rule(f"args_{index}", tool.parameters)
-            name = f"{quoted(f'functions.{tool.name}:')} /[0-9]/"
-            return f"{opening} {name} {between} args_{index} {closing}", [rule]
-
-        return calls_grammar(tools, write, parallel=parallel, around=(first, last))
+        marks = [terminal(mark) for mark in self.markers]
+        return _section_grammar(
+            marks,
+            tools,
+            lambda name: f"{quoted(f'functions.{name}:')} /[0-9]/",
+            parallel=parallel,
+        )
 
     def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
         return "", ""
 
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)
+
+
+def _section_parser(
+    markers: Sequence[str],
+    read: Callable[[str], ToolCall | None],
+    head: re.Pattern[str],
+    tools: Sequence[ToolSpec],
+) -> OutputParser:
+    """A parser for a section of calls. The markers are those around the section, those around a
+    call, and the one between its name and its arguments."""
+    first, last, opening, closing, _ = markers
+    blocks = BlockMarkers(opening=opening, closing=closing, wrapping=(first, last))
+    return BlockParser(blocks, read, _stream_of((head,), tools))
+
+
+def _section_grammar(
+    marks: Sequence[str],
+    tools: Sequence[ToolSpec],
+    write_name: Callable[[str], str],
+    *,
+    parallel: bool,
+) -> str:
+    """The rules of such a section; `marks` are its markers as terms of the grammar."""
+    first, last, opening, closing, between = marks
+
+    def write(index: int, tool: ToolSpec) -> tuple[str, list[str]]:
+        rule = arguments_rule(f"args_{index}", tool.parameters)
+        call = f"{opening} {write_name(tool.name)} {between} args_{index} {closing}"
+        return call, [rule]
+
+    return calls_grammar(tools, write, parallel=parallel, around=(first, last))
 
 
 def _stream_of(
