@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headwater.scheduler.row_sequence import RECENT_TOKENS
+from headwater.scheduler.decode_rows import RECENT_TOKENS
 from tests.scheduler.harness import Harness, expected_tokens, make_prompt, make_request
 
 

@@ -18,10 +18,9 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.scheduler.decode_rows import RowStep
+from headwater.scheduler.decode_rows import Counts, RowStep
 from headwater.scheduler.pacing import NEW_SHARE, affordable_tokens, chunk_cost
 from headwater.scheduler.request import SamplingParams, TokenLogprobs
-from headwater.scheduler.row_sequence import Counts
 from headwater.scheduler.sequence import Sequence
 from headwater.types import JobId, RequestId, Slots, Tokens
 
