@@ -32,9 +32,9 @@ class BlocksStored:
     """Identifies the salt without disclosing it; empty without a salt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BlocksRemoved:
-    """These blocks are not in `tier` any more."""
+    """These blocks are not in `tier` any more. Complete when it is taken from the log."""
 
     tier: Tier
     keys: list[BlockKey]

@@ -103,6 +103,8 @@ class Evictor:
         """
         stored_only = self._stored_only
         attempts = len(stored_only)
+        if attempts <= self._max_stored:
+            return
         while attempts > 0 and len(stored_only) > self._max_stored:
             attempts -= 1
             node = next(iter(stored_only))
@@ -201,17 +203,17 @@ class Evictor:
             need -= count
             if not need:
                 break
-        self._finish_device_pass(evicted, leaves)
+        # A match made before this pass may count evicted blocks: it is not current any more.
+        self._tree.version += 1
+        if evicted:
+            self._finish_device_pass(evicted, leaves)
         return need
 
     def _finish_device_pass(self, evicted: list[Node], leaves: list[Node]) -> None:
         """`evicted` nodes have left the device; `leaves` are those of them that are now in no
         tier."""
-        # A match made before this pass may count evicted blocks: it is not current any more.
-        self._tree.version += 1
-        if evicted:
-            self._device.order.discard_all(evicted)
-            self._writes.discard(evicted, Tier.DEVICE)
+        self._device.order.discard_all(evicted)
+        self._writes.discard(evicted, Tier.DEVICE)
         if leaves:
             self.lost += self._ghosts.add(leaves, MissReason.EVICTED_DEVICE)
             self._tree.forget(leaves)

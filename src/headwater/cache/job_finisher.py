@@ -6,7 +6,7 @@ A job that timed out keeps only the slots that its executor may still touch, unt
 from collections.abc import Callable, Mapping
 
 from headwater.cache.evictor import Evictor
-from headwater.cache.jobs import JobRecord, JobTable, leading
+from headwater.cache.jobs import JobRecord, JobTable
 from headwater.cache.keys import TokenPath
 from headwater.cache.pins import Pins
 from headwater.cache.plan import (
@@ -101,13 +101,15 @@ class JobFinisher:
             self._time_out(record, plan, now=now)
             self._evictor.bound_stored()
             return JobEffect.QUARANTINED
-        arrived = 0 if record.timed_out else _num_arrived(plan, outcome)
+        num_blocks = plan.num_blocks
+        arrived = 0 if record.timed_out else _num_arrived(num_blocks, outcome)
         attached = self._attach(record, plan, arrived)
-        if arrived < plan.num_blocks:
+        if arrived < num_blocks:
             self._suspend_writes(record)
         self._end(record, plan, now=now)
-        if outcome.status in _LOST and not record.timed_out:
-            self._forget_from(record, plan, arrived, _LOST[outcome.status])
+        lost = None if arrived == num_blocks else _LOST.get(outcome.status)
+        if lost is not None and not record.timed_out:
+            self._forget_from(record, plan, arrived, lost)
         self._evictor.bound_stored()  # the job kept its nodes from being forgotten
         return JobEffect.ATTACHED if attached else JobEffect.NOTHING
 
@@ -143,17 +145,20 @@ class JobFinisher:
 
     def _attach(self, record: JobRecord, plan: TransferJob, arrived: int) -> int:
         """Make the first `arrived` blocks findable and free the other target slots."""
-        attached = 0
-        for segment, at in leading(record, arrived):
-            slots = plan.target_slots[at : at + segment.count]
+        attached, target = 0, plan.target_slots
+        for segment in record.segments:
+            count = min(segment.count, arrived - attached)
+            if count <= 0:
+                break
+            slots = target[attached : attached + count]
             if not self._residency.attach(
-                segment.node, plan.target, segment.start, segment.count, slots
+                segment.node, plan.target, segment.start, count, slots
             ):
                 break
-            attached += segment.count
+            attached += count
         tier_pool = self._tier_pools.get(plan.target)
         if tier_pool is not None:
-            old, target = SlotState.MOVING, plan.target_slots
+            old = SlotState.MOVING
             if record.timed_out:
                 old = SlotState.QUARANTINED
             if attached < len(target):
@@ -217,12 +222,12 @@ class JobFinisher:
             at += segment.count
 
 
-def _num_arrived(plan: TransferJob, outcome: JobOutcome) -> int:
-    """Leading blocks of a job that were copied completely."""
+def _num_arrived(num_blocks: int, outcome: JobOutcome) -> int:
+    """Leading blocks of a job of `num_blocks` that were copied completely."""
     match outcome.status:
         case JobStatus.DONE:
-            return plan.num_blocks
+            return num_blocks
         case JobStatus.PARTIAL | JobStatus.DAMAGED | JobStatus.ABSENT:
-            return min(max(outcome.num_blocks, 0), plan.num_blocks)
+            return min(max(outcome.num_blocks, 0), num_blocks)
         case _:
             return 0

@@ -3,7 +3,7 @@
 It is the only table. A job that is not in it has ended; its outcome changes nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headwater.cache.node import Node
@@ -137,18 +137,17 @@ def _leave_nodes(record: JobRecord) -> None:
         node.jobs = () if len(jobs) == 1 else tuple(job for job in jobs if job is not record)
 
 
-def leading(record: JobRecord, num_blocks: int) -> Iterator[tuple[Segment, int]]:
-    """The segments of the first `num_blocks` blocks of a job, the last one shortened to fit,
-    each with the number of the job's blocks before it."""
-    at = 0
-    for segment in record.segments:
-        left = num_blocks - at
-        if left <= 0:
-            return
-        if segment.count > left:
-            segment = Segment(segment.node, segment.start, left)
-        yield segment, at
-        at += segment.count
+def leading(segments: list[Segment], num_blocks: int) -> list[Segment]:
+    """The segments of the first `num_blocks` blocks; the last one is shortened to fit."""
+    kept: list[Segment] = []
+    for segment in segments:
+        if num_blocks <= 0:
+            break
+        if segment.count > num_blocks:
+            segment = Segment(segment.node, segment.start, num_blocks)
+        kept.append(segment)
+        num_blocks -= segment.count
+    return kept
 
 
 def loading_job(node: Node) -> LoadJob | None:

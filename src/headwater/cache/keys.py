@@ -62,6 +62,12 @@ class PathKeys:
         owner, keys = self._known
         return keys if owner is scheme else []
 
+    def known_run(self, scheme: "KeyScheme", start: int, count: int) -> list[BlockKey] | None:
+        """Keys of blocks [start, start + count), where all of them are remembered."""
+        owner, keys = self._known
+        end = start + count
+        return keys[start:end] if owner is scheme and len(keys) >= end else None
+
     def remember(self, scheme: "KeyScheme", keys: list[BlockKey]) -> None:
         """Keys of the first blocks; fewer than are known already change nothing."""
         if len(keys) > len(self.known(scheme)):

@@ -6,6 +6,7 @@ subscriber there is no log, and no key is computed for it.
 
 from collections.abc import Iterator
 
+from headwater.cache.keys import SHARED
 from headwater.cache.node import Node
 from headwater.cache.tree import PrefixTree, namespace_of
 from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
@@ -37,9 +38,8 @@ class KVEventLog:
             keys = self._tree.keys(node)
         last = self._last
         if last is not None and last.tier is tier:
-            last.keys.extend(
-                keys[start:end]
-            )  # one event per eviction; this one was not taken yet
+            # One event per eviction: this one was not taken yet.
+            last.keys.extend(keys[start:end])
         else:
             self._last = BlocksRemoved(tier=tier, keys=keys[start:end])
             self._events.append(self._last)
@@ -62,19 +62,24 @@ class KVEventLog:
                     yield self._stored(node, tier, 0, count)
 
     def _stored(self, node: Node, tier: Tier, start: int, end: int) -> BlocksStored:
-        namespace, stride = namespace_of(node), self._tree.stride
+        tree, stride = self._tree, self._tree.stride
         keys, parent = node.keys, None
         if keys is None or len(keys) < end:
-            keys = self._tree.keys(node)
+            keys = tree.keys(node)
         if start:
             parent = keys[start - 1]
         elif node.start:
-            parent = self._tree.key_before(node, 0)
-        return BlocksStored(
+            parent = tree.key_before(node, 0)
+        event = BlocksStored(
             tier=tier,
             keys=keys[start:end],
             parent=parent,
-            tokens=b"" if namespace.salt else node.tokens[start * stride : end * stride],
-            adapter=namespace.adapter,
-            salt_id=self._tree.scheme.root(namespace)[-8:].hex() if namespace.salt else "",
+            tokens=node.tokens[start * stride : end * stride],
         )
+        namespace = namespace_of(node)
+        if namespace is not SHARED:
+            event.adapter = namespace.adapter
+            if namespace.salt:
+                event.tokens = b""
+                event.salt_id = tree.scheme.root(namespace)[-8:].hex()
+        return event

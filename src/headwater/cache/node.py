@@ -13,7 +13,7 @@ The longest of the three is `num_blocks`: a block that left its last tier is not
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from headwater.cache.keys import KeyScheme, TokenPath
+from headwater.cache.keys import KeyScheme
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, BlockKey
 
@@ -144,6 +144,9 @@ class NodeKeys:
 
     def keys(self, node: Node) -> list[BlockKey]:
         """The block keys of `node`, computed once and remembered."""
+        known = node.keys
+        if known is not None and len(known) >= node.num_blocks:
+            return known
         missing = []
         at: Node | None = node
         while at is not None and (at.keys is None or len(at.keys) < at.num_blocks):
@@ -155,18 +158,10 @@ class NodeKeys:
 
     def key_before(self, node: Node, block: int) -> BlockKey:
         """The key of the block before block `block` of `node`."""
-        if block:
-            return self.keys(node)[block - 1]
-        if node.parent is None:
+        at = node if block else node.parent
+        if at is None:
             raise InvariantError("no block is before a root")
-        return self.keys(node.parent)[-1]
-
-    def known_keys(self, path: TokenPath, start: int, count: int) -> list[BlockKey] | None:
-        """Keys of blocks [start, start + count) of `path`, where all are remembered."""
-        if path.keys is None:
-            return None
-        known = path.keys.known(self.scheme)
-        return known[start : start + count] if len(known) >= start + count else None
+        return self.keys(at)[block - 1]
 
     def _compute_keys(self, node: Node) -> None:
         parent = node.parent
@@ -178,7 +173,8 @@ class NodeKeys:
         media = node.media
         if media is not None and keys:
             media = shifted_media(media, len(keys), node.num_blocks - len(keys))
-        node.keys = keys + self.scheme.chain(keys[-1] if keys else parent.keys[-1], run, media)
+        computed = self.scheme.chain(keys[-1] if keys else parent.keys[-1], run, media)
+        node.keys = keys + computed if keys else computed
 
 
 def shifted_media(

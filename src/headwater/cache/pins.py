@@ -64,7 +64,7 @@ class Pins:
         if node.gone:
             self._free_slots(self._decrement(node))
             return
-        device = self._device
+        device, host = self._device, self._host
         soon = not self._window.is_enabled or self._window.has_everything
         at: Node | None = node
         while at is not None:
@@ -76,10 +76,11 @@ class Pins:
                     device.order.add(at, now)
                     device.evictable += count
             if self._has_host and len(at.host) and not at.jobs:
-                self._host.discard(at)
-                self._host.add(at, now)
+                host.order.discard(at)
+                host.order.add(at, now)
+                host.duplicates.pop(at, None)
                 if at.pins or not soon:
-                    self._host.mark_duplicate(at)
+                    host.mark_duplicate(at)
             at = at.parent
 
     def unpin(self, node: Node, *, now: float, cold: bool = False) -> None:
@@ -92,13 +93,16 @@ class Pins:
         gone = [at for at in unpinned if at.gone]
         if gone:
             self._free_slots(gone)
+        device = self._device
         resident = [at for at in unpinned if len(at.device)]
         for at in resident:
+            device.evictable += len(at.device)
             if not (cold and at.used <= node.used):
-                self._device.add(at, now)
-        for at in reversed(resident):
-            if cold and at.used <= node.used:
-                self._device.add(at, now, cold=True)
+                device.order.add(at, now)
+        if cold:
+            for at in reversed(resident):
+                if at.used <= node.used:
+                    device.order.add_cold(at, now)
 
     def mark(self, node: Node, runs: Sequence[MarkedRun], *, now: float) -> None:
         """Give each node of the path that ends with `node` the mark of the run that contains

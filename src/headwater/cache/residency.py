@@ -35,7 +35,7 @@ class Residency:
         """
         if node.gone or node.parent is None or start + count > node.num_blocks:
             return False
-        both = node.num_both
+        both = min(len(node.device), len(node.host))
         if tier is Tier.DEVICE:
             attached = self._attach_device(node, node.parent, start, slots)
         elif tier is Tier.HOST:
@@ -45,7 +45,7 @@ class Residency:
             if attached:
                 node.num_stored = start + count
         if attached:
-            self._tree.num_both += node.num_both - both
+            self._tree.num_both += min(len(node.device), len(node.host)) - both
             self._tree.version += 1
             if self._events is not None:
                 self._events.stored(node, tier, start, start + count)
@@ -98,13 +98,16 @@ class Residency:
         return True
 
     def _attach_host(self, node: Node, parent: Node, start: int, slots: Slots) -> bool:
-        above = max(len(parent.device), len(parent.host))
-        if len(node.host) != start or above != parent.num_blocks:
+        size = parent.num_blocks
+        has_parent = len(parent.device) == size or len(parent.host) == size
+        if len(node.host) != start or not has_parent:
             return False
-        if not start:
+        if start:
+            node.host = np.concatenate((node.host, slots))
+        else:
             parent.host_children += 1
             self._tree.stored_only.pop(node, None)
-        node.host = np.concatenate((node.host, slots))
+            node.host = slots
         if self._host_log is not None:
             self._host_log.arrived(node, start, slots)
         return True

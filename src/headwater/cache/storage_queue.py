@@ -39,7 +39,8 @@ WriteRank: TypeAlias = tuple[int, int, int, int]
 """Level, minus the uses, blocks to write, and a number that grows: least first."""
 
 _Entry: TypeAlias = tuple[WriteRank, int, Node]
-"""The serial number in the middle is unique, so nodes are never compared."""
+"""The serial number in the middle is unique, so nodes are never compared. It is negative if the
+entry is not in the heap: it was examined, and waits for its parent or a job."""
 
 _MAX_NODES = 16_384
 _SPARE_ENTRIES = 1_024
@@ -96,12 +97,15 @@ class StorageQueue:
         """The node to write next. It stays queued until `resume` finds nothing left to write."""
         while self._heap:
             entry = heappop(self._heap)
-            rank, _, node = entry
+            rank, serial, node = entry
             if self._entries.get(node) is not entry:
                 continue
             if node.num_stored >= len(node.host):
                 del self._entries[node]
-            elif not node.jobs and not self._waits_for_parent(node, rank):
+                continue
+            # A negative serial number: the entry is not in the heap any more.
+            self._entries[node] = rank, ~serial, node
+            if not node.jobs and not self._waits_for_parent(node, rank):
                 return node
         return None
 
@@ -158,6 +162,9 @@ class StorageQueue:
         return rank
 
     def _push(self, node: Node, rank: WriteRank) -> None:
+        before = self._entries.get(node)
+        if before is not None and before[1] >= 0 and before[0] == rank:
+            return  # it is in the heap with this rank
         entry = self._entries[node] = rank, next(self._serials), node
         heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + _SPARE_ENTRIES:

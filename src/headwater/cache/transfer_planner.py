@@ -224,9 +224,7 @@ class TransferPlanner:
             keys=keys,
             owner=owner,
         )
-        record = JobRecord(plan, segments, segments[-1].node)
-        record.segments = [segment for segment, _ in leading(record, len(target))]
-        self._start(record)
+        self._start(JobRecord(plan, leading(segments, len(target)), segments[-1].node))
         return plan
 
     def _take_host(

@@ -129,7 +129,7 @@ class PrefixTree(NodeKeys):
         else:
             node.tokens = self._bytes(path, block, count)
         if path.keys is not None:
-            node.keys = self.known_keys(path, block, count)
+            node.keys = path.keys.known_run(self.scheme, block, count)
         parent.children[first] = node
         self.num_nodes += 1
         self.version += 1
@@ -157,8 +157,8 @@ class PrefixTree(NodeKeys):
             node.media = {**kept, **{i + node.num_blocks: m for i, m in added.items()}} or None
         end = node.start + node.num_blocks
         if node.keys and path.keys is not None and len(node.keys) == node.num_blocks:
-            node.keys += self.known_keys(path, end, count) or []
-        node.tokens = tokens + self._bytes(path, end, count)
+            node.keys += path.keys.known_run(self.scheme, end, count) or []
+        node.tokens = tokens + path.view[end * stride : (end + count) * stride]
         node.num_blocks += count
         node.lost = None
         self.version += 1

@@ -40,8 +40,9 @@ def prepare() -> bool:
 def chain(parent: bytes, tokens: bytes | memoryview, stride: int) -> list[bytes]:
     """Keys of the full blocks of `stride` bytes in `tokens`, each chained to the one before."""
     count = len(tokens) // stride
-    native = _native() if count >= _FEWEST_BLOCKS and _native.cache_info().currsize else None
-    return (native or _in_python)(parent, tokens, count, stride)
+    if count < _FEWEST_BLOCKS or not _native.cache_info().currsize:
+        return _in_python(parent, tokens, count, stride)
+    return (_native() or _in_python)(parent, tokens, count, stride)
 
 
 def _in_python(
