@@ -24,7 +24,7 @@ LOG_FORMATS = ("text", "json")
 EVICTIONS = ("lru", "s3fifo", "arc", "session")
 WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back", "none")
 LOAD_POLICIES = get_args(LoadPolicy)
-ROLES, LINKS = ("mixed", "prefill", "decode"), ("shm", "tcp", "cuda", "mooncake")
+ROLES, LINKS = ("mixed", "prefill", "decode"), ("auto", "shm", "tcp", "cuda", "mooncake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,9 @@ class PeersConfig:
     role: Literal["mixed", "prefill", "decode"] = "mixed"
     """Whether the instance prefills for others, decodes, or does both."""
 
-    link: Literal["shm", "tcp", "cuda", "mooncake"] = "tcp"
-    """The link over which blocks come to this instance."""
+    link: Literal["auto", "shm", "tcp", "cuda", "mooncake"] = "auto"
+    """The link over which blocks come to this instance. `auto`: memory that is mapped from peers
+    on the same machine (`shm`, on GPUs `cuda`), and `tcp` from other machines."""
 
     host: str = "127.0.0.1"
     port: int = 0

@@ -111,7 +111,7 @@ def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
     assert all(len(log.outcomes(job)) == 1 for job in range(10))
 
 
-@pytest.mark.parametrize("link", ["tcp", "shm", "cuda"])
+@pytest.mark.parametrize("link", ["auto", "tcp", "shm", "cuda"])
 def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start):
     """SIGSTOP: no wait is longer than its deadline, and the link works again afterwards."""
     log, clock = EventLog(), SystemClock()

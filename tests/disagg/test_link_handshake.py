@@ -25,7 +25,7 @@ from headwater.disagg.protocol.push import PushFailure
 from headwater.errors import ConfigError
 from headwater.testing.link_contract import open_harness
 from headwater.testing.links import BlockArray, EventLog
-from tests.disagg.wire import CONFIG, LINKS, MakeLinks, dialer
+from tests.disagg.wire import CONFIG, WIRE_LINKS, MakeLinks, dialer
 
 OURS = HandshakeTerms("tcp", b"a token of tests", 4096)
 
@@ -131,7 +131,7 @@ def test_a_receiver_without_the_token_gets_no_bytes():
     far.close()
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", WIRE_LINKS)
 def test_a_wrong_token_fails_the_push_and_no_other(link):
     """The outcome gives the reason, and another sender still connects."""
     with open_harness(MakeLinks(link), link, 4096) as harness:

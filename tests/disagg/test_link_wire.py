@@ -14,12 +14,12 @@ from headwater.disagg.links.frames import FRAME_BYTES, SentPiece, encode_frame, 
 from headwater.disagg.protocol.errors import LinkBroken
 from headwater.disagg.protocol.push import PushFailure
 from headwater.testing.link_contract import open_harness
-from tests.disagg.wire import CONFIG, LINKS, MakeLinks, RawSender
+from tests.disagg.wire import CONFIG, WIRE_LINKS, MakeLinks, RawSender
 
 BLOCK_BYTES = 1 << 18
 
 
-@pytest.fixture(params=LINKS)
+@pytest.fixture(params=WIRE_LINKS)
 def harness(request):
     """A receiver with one lease of four slots."""
     with open_harness(MakeLinks(request.param), request.param, BLOCK_BYTES) as harness:

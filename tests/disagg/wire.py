@@ -28,8 +28,11 @@ from headwater.testing.links import BlockArray
 
 CONFIG = LinkConfig(token=b"a token of tests", max_senders=8, connect_timeout_s=1.0)
 NUM_SLOTS = 8
-LINKS = ("tcp", "shm", "cuda", pytest.param("mooncake", marks=pytest.mark.slow))
-STAGED_LINKS = ("tcp", "shm", pytest.param("mooncake", marks=pytest.mark.slow))
+WIRE_LINKS = ("tcp", "shm", "cuda", pytest.param("mooncake", marks=pytest.mark.slow))
+"""Links with a protocol of their own; `auto` uses two of them."""
+
+LINKS = ("auto", *WIRE_LINKS)
+STAGED_LINKS = ("auto", "tcp", "shm", pytest.param("mooncake", marks=pytest.mark.slow))
 """Links that pass through staging buffers if blocks are on a device."""
 
 

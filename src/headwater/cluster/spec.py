@@ -94,7 +94,7 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     """GPUs of this machine that may be used, in order; empty means 0, 1, 2, …"""
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    link: Literal["shm", "tcp", "mooncake"] | None = None
+    link: Literal["auto", "shm", "tcp", "cuda", "mooncake"] | None = None
     storage: StorageSpec | None = None
     routers: RouterSpec = RouterSpec()
     api_keys_file: str | None = None

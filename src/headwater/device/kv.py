@@ -7,6 +7,7 @@ both key and value (`latent`).
     flat rows   slot 0: layer 0: K of token 0, 1, … | V of token 0, 1, … | layer 1: K … | V …
 """
 
+import logging
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from headwater.device.gpu.virtual_memory import ExportedMemory
 
 Ints = NDArray[np.int64]
+
+log = logging.getLogger(__name__)
 
 
 class BlockPart(NamedTuple):
@@ -161,8 +164,10 @@ def _zeros(
 ) -> "tuple[Tensor, SharedPages | ExportedMemory | None]":
     try:
         if shared and model.device.type == "cuda":
-            return _exported_zeros(shape, model.device)
-        if shared:
+            exported = _exported_memory(math.prod(shape), model.device)
+            if exported is not None:
+                return exported.mapped.tensor(shape).zero_(), exported
+        elif shared:
             return pages.shared_zeros(shape, dtype=torch.uint8)
         return pages.zeros(shape, dtype=torch.uint8, device=model.device), None
     except (RuntimeError, OSError, OverflowError) as exc:
@@ -173,19 +178,12 @@ def _zeros(
         ) from exc
 
 
-def _exported_zeros(
-    shape: tuple[int, int], device: torch.device
-) -> "tuple[Tensor, ExportedMemory]":
-    """Memory of a GPU that peers can map."""
+def _exported_memory(num_bytes: int, device: torch.device) -> "ExportedMemory | None":
+    """Memory of a GPU that peers can map; None if the GPU or its driver gives none."""
     from headwater.device.gpu.virtual_memory import ExportedMemory
 
-    num_bytes = math.prod(shape)
     try:
-        exported = ExportedMemory(num_bytes, device)
-    except DeviceError as exc:
-        raise ConfigError(
-            f"{device} does not give {num_bytes / (1 << 30):,.1f} GiB for KV blocks that peers "
-            f"can map: {exc}; use --cache-transfer-protocol tcp, or fewer blocks with "
-            "--num-gpu-blocks-override"
-        ) from exc
-    return exported.mapped.tensor(shape).zero_(), exported
+        return ExportedMemory(num_bytes, device)
+    except (DeviceError, ConfigError) as exc:
+        log.warning("peers cannot map the KV blocks of %s: reason=%s", device, exc)
+        return None

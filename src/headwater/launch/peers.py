@@ -45,6 +45,7 @@ def open_peers(
         return info
     is_in_place = host.pool.device.type == "cpu" and not host.has_ranks
     memory, open_links = (_in_place if is_in_place else _staged)(host, clock)
+    _check_mapping(config.peers.link, memory)
     address, warnings = _join_peers(config, core, scheduler, memory, open_links, clock)
     return replace(info, role=config.peers.role, peer_address=address, warnings=warnings)
 
@@ -85,10 +86,19 @@ def _device_blocks(host: HostMemory) -> tuple[Memory, DeviceMemory | None]:
     return memory, memory
 
 
+def _check_mapping(link: str, memory: Memory) -> None:
+    """With `auto`, an instance whose blocks cannot be mapped sends them by `tcp`."""
+    if link == "cuda" and isinstance(memory, DeviceMemory) and memory.file is None:
+        raise ConfigError(
+            "peers cannot map the KV blocks of this GPU (the log says why); use "
+            "--cache-transfer-protocol auto"
+        )
+
+
 def shares_blocks(config: EngineConfig, device_type: str) -> bool:
-    """Whether peers on this machine map the pool of this instance."""
+    """Whether peers on this machine may map the pool of this instance."""
     peers, link = config.peers, "shm" if device_type == "cpu" else "cuda"
-    return peers is not None and peers.link == link and _hands_off(peers)
+    return peers is not None and peers.link in (link, "auto") and _hands_off(peers)
 
 
 def _hands_off(peers: PeersConfig) -> bool:

@@ -1,9 +1,17 @@
 """Links by kind: makes receivers, and senders to the addresses of peers."""
 
 from headwater.clock import Clock, SystemClock
+from headwater.disagg.links.auto import AutoReceiver, AutoSender, is_auto
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.cuda import CudaAcceptor, CudaDialer
-from headwater.disagg.links.interface import BlockMemory, Deliver, OneMemory, Receiver, Sender
+from headwater.disagg.links.interface import (
+    BlockMemory,
+    Deliver,
+    DeviceMemory,
+    OneMemory,
+    Receiver,
+    Sender,
+)
 from headwater.disagg.links.mooncake import MooncakeAcceptor, MooncakeDialer, TransferEngine
 from headwater.disagg.links.receiver import LinkAcceptor, StreamReceiver
 from headwater.disagg.links.sender import Dialer, StreamSender
@@ -12,7 +20,7 @@ from headwater.disagg.links.tcp import TcpAcceptor, TcpDialer
 from headwater.disagg.peering.tls import open_tls
 from headwater.errors import ConfigError
 
-_KNOWN = ("tcp", "shm", "cuda", "mooncake")
+_KNOWN = ("auto", "tcp", "shm", "cuda", "mooncake")
 
 
 class Links:
@@ -36,14 +44,31 @@ class Links:
 
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind of link."""
-        return StreamReceiver(
-            self._acceptor(link), self._memory, self._deliver, self._config, self._clock
-        )
+        if link == "auto":
+            return AutoReceiver(self._listen, "shm", self._deliver)
+        return self._listen(link, self._deliver)
 
     def connect(self, address: str) -> Sender:
         """A sender to the receiver at `address`. It connects with its first push."""
+        if is_auto(address):
+            return AutoSender(address, self._connect, self._can_map, self._deliver)
+        return self._connect(address, self._deliver)
+
+    def _can_map(self, link: str) -> bool:
+        """Whether a peer can map the blocks of this instance by this kind of link."""
+        memory = self._memory
+        if link == "shm":
+            return isinstance(memory, OneMemory) and memory.file is not None
+        return link == "cuda" and isinstance(memory, DeviceMemory) and memory.file is not None
+
+    def _listen(self, link: str, deliver: Deliver) -> Receiver:
+        return StreamReceiver(
+            self._acceptor(link), self._memory, deliver, self._config, self._clock
+        )
+
+    def _connect(self, address: str, deliver: Deliver) -> Sender:
         return StreamSender(
-            self._dialer(address), self._memory, self._deliver, self._config, self._clock
+            self._dialer(address), self._memory, deliver, self._config, self._clock
         )
 
     # Not a dictionary of methods: it would make a reference cycle, and the block memory would
@@ -72,7 +97,7 @@ class Links:
                 return CudaDialer(address, self._config, self._memory)
             case ("mooncake", "://"):
                 return self._mooncake_dialer(address)
-        known = ", ".join(f"{name}://…" for name in _KNOWN)
+        known = ", ".join(f"{name}://…" for name in _KNOWN[1:])
         raise ConfigError(f"{address!r} is not a link address; write one of {known}")
 
     def _mooncake_dialer(self, address: str) -> Dialer:

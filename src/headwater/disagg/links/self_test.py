@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 
 from headwater.clock import Clock
+from headwater.disagg.links.auto import remote_part
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.tcp import TcpDialer
 from headwater.disagg.peering.handshake import HandshakeTerms, timeout_check
@@ -22,6 +23,7 @@ from headwater.errors import ConfigError
 
 def check_link(address: str, config: LinkConfig, block_bytes: int, clock: Clock) -> str | None:
     """A warning unless this instance's own block receiver answers at `address`."""
+    address = remote_part(address)
     link = address.partition("://")[0]
     if link in ("shm", "cuda"):  # a Unix socket of this machine; no address to get wrong
         return None

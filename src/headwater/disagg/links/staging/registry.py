@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headwater.clock import Clock, SystemClock
+from headwater.disagg.links.auto import AutoReceiver, AutoSender, is_auto
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import MAX_PIECES
 from headwater.disagg.links.interface import (
@@ -57,24 +58,39 @@ class StagedLinks:
 
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind, with buffers for as many senders as it serves at once."""
+        if link == "auto":
+            local = "shm" if self._device is None else "cuda"
+            return AutoReceiver(self._listen, local, self._deliver)
+        return self._listen(link, self._deliver)
+
+    def connect(self, address: str) -> Sender:
+        """A sender to the receiver at `address`, with its own buffers."""
+        if is_auto(address):
+            return AutoSender(address, self._connect, self._can_map, self._deliver)
+        return self._connect(address, self._deliver)
+
+    def _can_map(self, link: str) -> bool:
+        """Buffers for `shm` are made as they are needed."""
+        return link == "shm" or (self._device is not None and self._device.file is not None)
+
+    def _listen(self, link: str, deliver: Deliver) -> Receiver:
         if link == "cuda":
-            return self._mapping_links().listen(link)
+            return self._mapping_links(deliver).listen(link)
         num_buffers = self._config.max_senders * self._frame_blocks
         slab = HostSlab(num_buffers, self._block_bytes, for_ranks=self._for_ranks)
         buffers = Buffers(slab, self._open_copier(slab))
         with _closing_unless_made(buffers):
             return StagedReceiver(
-                lambda memory, deliver: self._links(link, memory, deliver).listen(link),
+                lambda memory, take: self._links(link, memory, take).listen(link),
                 buffers,
-                self._deliver,
+                deliver,
                 timeout_s=self._config.stall_timeout_s,
             )
 
-    def connect(self, address: str) -> Sender:
-        """A sender to the receiver at `address`, with its own buffers."""
+    def _connect(self, address: str, deliver: Deliver) -> Sender:
         link = address.partition("://")[0]
         if link == "cuda":
-            return self._mapping_links().connect(address)
+            return self._mapping_links(deliver).connect(address)
         shared = link == "shm"
         slab = HostSlab(
             _NUM_PARTS * self._frame_blocks,
@@ -87,20 +103,20 @@ class StagedLinks:
         memory: BlockMemory = slab if shared else buffers
         with _closing_unless_made(buffers):
             return StagedSender(
-                lambda deliver: self._links(link, memory, deliver).connect(address),
+                lambda take: self._links(link, memory, take).connect(address),
                 buffers,
-                self._deliver,
+                deliver,
                 self._clock,
                 part_blocks=self._frame_blocks,
             )
 
-    def _mapping_links(self) -> Links:
+    def _mapping_links(self, deliver: Deliver) -> Links:
         if self._device is None:
             raise ConfigError(
                 "the cuda link needs all blocks of an instance on one GPU; with several ranks "
                 "use --cache-transfer-protocol tcp or shm"
             )
-        return Links(self._config, self._device, self._deliver, self._clock)
+        return Links(self._config, self._device, deliver, self._clock)
 
     def _links(self, link: str, memory: BlockMemory, deliver: Deliver) -> Links:
         if link == "mooncake" and self._engine is None:
