@@ -40,7 +40,7 @@ def test_an_evicted_node_owns_nothing():
 
 
 def test_slots_held_for_output_are_freed_once():
-    """Lesson 2: blocks reserved for decode go back with the release, and only there."""
+    """Lesson 2: only the release returns blocks that are held for output."""
     cache = make_cache(4)
     lease, held = begin(cache, make_path(1, 2, 3))
     cache.commit(lease, make_path(1, 2, 3), held[:2], now=0.0)
@@ -106,7 +106,8 @@ def test_an_evicted_node_never_comes_back_into_the_order():
 @pytest.mark.parametrize("count", range(9))
 @pytest.mark.parametrize("shape", ["chain", "leaves", "shared"])
 def test_eviction_frees_exactly_the_requested_number(count, shape):
-    """Lesson 6: chains, single leaves, shared parents: neither one less nor one more."""
+    """Lesson 6: for chains, single leaves and shared parents, exactly as many blocks as asked
+    are freed."""
     cache = make_cache(8)
     prompts = {
         "chain": ["12345678"],
@@ -155,7 +156,8 @@ def test_negative_counts_change_nothing(count):
 
 
 def test_two_sequences_with_the_same_blocks_free_each_slot_once():
-    """Lesson 8: duplicates; the first published stays, the other's slots are surplus."""
+    """Lesson 8: of two equal blocks the first published stays; the slots of the other are
+    surplus."""
     cache = make_cache(8)
     path = make_path(1, 2)
     first, held_first = begin(cache, path, "a")

@@ -19,7 +19,7 @@ def test_nothing_is_recorded_without_a_follower():
 
 
 def test_a_stored_run_has_its_keys_its_tokens_and_its_parent():
-    """One event per run: keys, tokens, and the key before it."""
+    """There is one event per run, with its keys, its tokens and the key before it."""
     cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2))
     serve(cache, make_path(1, 2, 3))
@@ -34,7 +34,8 @@ def test_a_stored_run_has_its_keys_its_tokens_and_its_parent():
 
 
 def test_an_eviction_is_one_event():
-    """For any number of evicted runs, and before the event of the blocks that replace them."""
+    """All runs evicted together are one event, before the event of the blocks that replace
+    them."""
     cache = make_cache(device_blocks=3, record_events=True)
     for number in (1, 2, 3):
         serve(cache, make_path(number))

@@ -130,7 +130,8 @@ def test_a_released_lease_is_refused():
 
 
 def test_invalid_commits_are_refused():
-    """More blocks than the path has, or of another namespace: an error, and no change."""
+    """A commit of more blocks than the path has, or of another namespace, is an error and
+    changes nothing."""
     cache = make_cache()
     lease, held = begin(cache, make_path(1, 2))
 

@@ -1,4 +1,4 @@
-"""The cache against a naive dict of blocks: same hits, same victims, block for block."""
+"""The cache has the same hits and victims, block for block, as a plain dict of blocks."""
 
 import numpy as np
 from hypothesis import strategies as st

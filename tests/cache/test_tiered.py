@@ -82,7 +82,7 @@ def test_late_results_of_an_older_generation_only_release():
     ],
 )
 def test_impossible_settings_are_refused(settings):
-    """Lesson 28 and 61: what cannot work is an error when it is made."""
+    """Lessons 28 and 61: settings that cannot work are an error when they are created."""
     with pytest.raises(ConfigError):
         CacheConfig(**{"device_blocks": 4, **settings})
 

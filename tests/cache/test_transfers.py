@@ -95,7 +95,7 @@ def test_saving_writes_whatever_the_policy():
 
 
 def test_a_loaded_block_is_findable_when_the_load_has_ended():
-    """Lesson 20: submitted is not done."""
+    """Lesson 20: a load that was started and has not ended makes no block findable."""
     cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
@@ -238,7 +238,7 @@ def test_a_timed_out_write_to_storage_keeps_its_source():
 
 
 def test_storage_is_read_through_the_host():
-    """Known in storage, read to the host, then loaded to the device."""
+    """A block in storage is first read to the host and then loaded to the device."""
     cache = make_cache(4, host_blocks=4, storage=True)
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 2, now=0.0)

@@ -167,7 +167,7 @@ def test_an_abort_at_any_step_returns_every_slot_and_disturbs_no_other_request(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_cached_equals_uncached(depth: int) -> None:
-    """The same prompts, again and with prefix caching off: the same tokens."""
+    """The same prompts give the same tokens again, and with prefix caching off."""
     prompts = [make_prompt(21), make_prompt(33), make_prompt(21, family=1)]
     answers = []
     for caching in (True, False):

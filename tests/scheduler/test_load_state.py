@@ -45,7 +45,8 @@ SLOW = LinkRate(0.0, 0.1)
 
 
 def test_a_fast_link_is_used():
-    """A tenth of the time: everything is loaded, and the usage says so."""
+    """Loading takes a tenth of the time of computing, so everything is loaded, and the usage
+    says so."""
     choice = make_choice(LowerTierMatch(host=8), host=FAST)
 
     assert (choice.num_blocks, choice.reason) == (8, "load_cheaper")
@@ -63,7 +64,7 @@ def test_a_slow_link_is_not_used():
 
 
 def test_the_head_from_a_fast_tier_and_the_tail_computed():
-    """A split: blocks on the host are loaded, blocks in slow storage are computed."""
+    """In a split, blocks on the host are loaded and blocks in slow storage are computed."""
     choice = make_choice(LowerTierMatch(host=6, storage=6), host=FAST, storage=SLOW)
 
     assert (choice.num_blocks, choice.reason) == (6, "split")
@@ -160,7 +161,7 @@ links = st.one_of(st.none(), st.builds(LinkRate, st.floats(0, 0.1), st.floats(0,
 def test_no_choice_is_dearer_than_loading_or_computing_all(
     found, queued, host, storage, max_wait_s
 ):
-    """And no choice takes longer than the longest wait."""
+    """No choice takes longer than the longest wait."""
     rates = MeasuredRates(prefill_tokens_s=6400.0, host=host, storage=storage)
     choice = choose(
         found,

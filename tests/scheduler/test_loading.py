@@ -147,7 +147,7 @@ def test_a_request_may_override_the_load_policy():
 
 
 def test_a_request_may_have_its_own_deadline():
-    """Shorter than that of the settings, and only for this request."""
+    """It is shorter than that of the settings, and applies only to this request."""
     harness = make_measured(token_s=1e-6, block_s=1.0, settings={"load_policy": "deadline"})
     harness.copier.held = True
     short = make_request("short", PROMPT, max_tokens=1)
@@ -168,7 +168,7 @@ def test_a_request_may_have_its_own_deadline():
 
 @pytest.mark.parametrize("field", [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}])
 def test_an_invalid_load_option_is_refused(field):
-    """With the field's name, before anything is sent."""
+    """The message has the field's name, and comes before anything is sent."""
     with pytest.raises(RequestError, match=next(iter(field))):
         replace(make_request("a", PROMPT), **field)
 
@@ -202,7 +202,7 @@ def test_best_effort_does_not_sleep_until_the_lookup_ends():
 
 
 def test_the_ledger_has_choices_with_their_prices():
-    """Recent decisions with their prices, and the rates for the next decision."""
+    """It has recent decisions with their prices, and the rates for the next decision."""
     harness = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
 
     harness.run(make_request("a", PROMPT, max_tokens=1))
@@ -221,7 +221,7 @@ def test_the_ledger_has_choices_with_their_prices():
 
 
 def test_wait_loads_whatever_it_costs():
-    """The policy `wait`: no price, and no limit except the deadlines of transfers."""
+    """The policy `wait` has no price, and no limit except the deadlines of transfers."""
     settings = {"load_policy": "wait", "load_timeout_s": 0.0}
     harness = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
     harness.copier.held = True
@@ -239,7 +239,7 @@ def test_wait_loads_whatever_it_costs():
 
 
 def test_deadline_loads_and_gives_up():
-    """The policy `deadline`: whatever the price, but not longer than this."""
+    """The policy `deadline` loads whatever the price, but waits no longer than its deadline."""
     settings = {"load_policy": "deadline", "load_timeout_s": 0.5}
     harness = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
     harness.copier.held = True
@@ -415,7 +415,7 @@ def test_writes_keep_up_with_the_blocks_that_a_step_computes():
     [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}, {"max_write_blocks": 0}],
 )
 def test_impossible_settings_are_refused(settings):
-    """Before anything runs."""
+    """They are refused before anything runs."""
     with pytest.raises(ConfigError):
         SchedulerConfig(max_model_len=100, **settings)
 

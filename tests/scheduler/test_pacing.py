@@ -30,7 +30,8 @@ def prompt(num_tokens, family):
 
 
 def test_a_step_with_decodes_takes_the_prompt_tokens_that_fit_its_target():
-    """Forty milliseconds, less the decodes, at 20 microseconds each; never none at all."""
+    """Forty milliseconds less the decodes hold tokens of 20 microseconds each; there is always
+    at least one."""
     target = ItlTarget(min_s=0.040)
 
     assert target.chunk_tokens(StepCosts(decode_s=0.008, token_s=20e-6)) == 1472
@@ -39,7 +40,8 @@ def test_a_step_with_decodes_takes_the_prompt_tokens_that_fit_its_target():
 
 
 def test_the_adaptive_target_follows_the_decode_steps():
-    """At least 30 ms, so that few rows do not make prompts slow; else four decode steps."""
+    """The target is four decode steps, and at least 30 ms, so that few rows do not make prompts
+    slow."""
     assert ADAPTIVE_ITL.seconds(StepCosts(decode_s=0.004)) == 0.030
     assert ADAPTIVE_ITL.seconds(StepCosts(decode_s=0.020)) == pytest.approx(0.080)
 
@@ -53,7 +55,7 @@ def test_a_target_that_cannot_be_met_is_refused(wrong):
 
 @given(start=st.integers(0, 200_000), cost=st.floats(1, 50_000))
 def test_affordable_tokens_cost_no_more_than_the_budget(start, cost):
-    """And one token more would."""
+    """One token more would cost more."""
     num_tokens = affordable_tokens(start, cost)
 
     assert num_tokens == 1 or chunk_cost(start, num_tokens) <= cost * (1 + 1e-9)
@@ -66,7 +68,7 @@ def test_tokens_after_a_long_context_count_for_more():
 
 
 def test_prefills_leave_a_part_of_the_step_for_new_sequences():
-    """A quarter, and all that they do not need."""
+    """New sequences get a quarter, and all that prefills do not need."""
     budget = StepBudget(num_tokens=1000, num_places=4)
     held = budget.hold_for_prefills(5000)
     assert budget.num_tokens == 250

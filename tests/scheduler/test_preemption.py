@@ -85,7 +85,7 @@ def test_what_a_victim_computed_is_committed_and_found_again(depth: int) -> None
 
 
 def test_a_victim_is_saved_to_a_lower_tier() -> None:
-    """Lesson 29, the blocks of a victim are planned for offload although no request hit them;
+    """Lesson 29: the blocks of a victim are planned for offload although no request hit them;
     nothing waits for the copy."""
     harness = Harness(num_blocks=20, host_blocks=50)
     harness.add(*make_crowd(3))

@@ -57,7 +57,8 @@ def move_to(engine, at_s):
 
 
 def test_a_parked_session_is_back_when_it_is_expected():
-    """From the host to the device two seconds before; its next turn does not wait."""
+    """Its blocks are loaded from the host two seconds before, so its next turn does not
+    wait."""
     engine = make_engine()
     park(engine)
     move_to(engine, 7.9)
@@ -83,7 +84,7 @@ def test_an_idle_engine_sleeps_until_a_session_is_due():
 
 
 def test_a_session_comes_up_from_storage_in_two_steps():
-    """Storage to host, then host to device, without a request."""
+    """It is loaded from storage to the host and then to the device, without a request."""
     engine = make_engine(host_blocks=8, storage=make_storage(4))
     park(engine)
     move_to(engine, 8.1)
@@ -135,7 +136,8 @@ def test_nothing_is_prefetched_while_a_sequence_waits_for_slots():
 
 
 def test_prefetches_in_flight_are_bounded():
-    """At most an eighth of the device's blocks; a longer session comes in parts."""
+    """At most an eighth of the device's blocks is prefetched at once; a longer session comes in
+    parts."""
     engine = make_engine(num_blocks=24, held=True, write_policy=WritePolicy.WRITE_THROUGH)
     hint = Hint(returns_in_s=10.0)
     engine.core.add(

@@ -31,7 +31,7 @@ PLACES = st.tuples(st.integers(-1, 1), st.integers(0, 1))
 
 @given(st.lists(PLACES, max_size=20), st.data())
 def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
-    """For any order of arrivals and departures: as if the queue were sorted each time."""
+    """For any order of arrivals and departures, the queue is as if it were sorted each time."""
     queue, model = WaitingQueue(), []
     for arrival, (priority, preempted) in enumerate(places):
         sequence = make_sequence(priority, arrival, preempted)

@@ -19,7 +19,7 @@ from headwater.types import RequestId
 
 @pytest.mark.parametrize("name", [name for name in BOUNDS if name != "logit_bias"])
 def test_numbers_outside_their_bounds_are_refused(name):
-    """Below, above, infinite and NaN; the message names the field."""
+    """Values below, above, infinite and NaN are refused; the message names the field."""
     least, most = BOUNDS[name]
     for value in (least - 0.1, most + 0.1, math.inf, -math.inf, math.nan):
         asked: dict[str, Any] = {name: value}
@@ -43,7 +43,7 @@ def test_numbers_outside_their_bounds_are_refused(name):
     ],
 )
 def test_invalid_sampling_parameters_get_a_message(asked, sentence):
-    """Counts, biases, and fields that contradict each other."""
+    """This holds for counts, biases, and fields that contradict each other."""
     with pytest.raises(RequestError, match=sentence):
         SamplingParams(**asked)
 
@@ -72,7 +72,7 @@ def test_invalid_sampling_parameters_get_a_message(asked, sentence):
     ],
 )
 def test_a_value_of_another_kind_is_named(name, value):
-    """Lesson 68: not a TypeError from inside, but a message with the field."""
+    """Lesson 68: there is a message with the field instead of a TypeError from inside."""
     asked: dict[str, Any] = {name: value}
     with pytest.raises(RequestError, match=f"^{name} must be "):
         SamplingParams(**asked)

@@ -55,7 +55,7 @@ def test_a_long_prompt_leaves_tokens_for_a_short_one() -> None:
 
 
 def test_the_batch_says_where_everything_is() -> None:
-    """Positions, context, tables and histories of a chunk and of a decode."""
+    """It has the positions, context, tables and histories of a chunk and of a decode."""
     harness = Harness(settings={"max_num_seqs": 2, "max_batched_tokens": 6})
     harness.add(make_request("a", make_prompt(9)))
     harness.steps(3)
@@ -162,7 +162,8 @@ def test_the_pool_ends_an_output_that_fills_it(depth: int) -> None:
 
 
 def test_requests_that_can_never_be_served_are_refused_at_once() -> None:
-    """Too long, empty, without output, or with the id of a running request; nothing is kept."""
+    """They are too long, empty, without output, or have the id of a running request; nothing is
+    kept."""
     harness = Harness(num_blocks=4, settings={"max_model_len": 100})
     harness.add(make_request("a", make_prompt(16)))
 
@@ -283,7 +284,7 @@ def test_usage_is_on_the_first_output_only() -> None:
 
 
 def test_priority_runs_first_and_arrival_decides_among_equals() -> None:
-    """Lower numbers first, under the `priority` policy only."""
+    """Lower numbers run first, under the `priority` policy only."""
     order = {}
     for policy in ("priority", "fcfs"):
         harness = Harness(
@@ -362,7 +363,8 @@ def test_reset_under_load_empties_the_cache_and_disturbs_no_request(depth: int) 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("step", range(12))
 def test_abort_is_idempotent_and_returns_every_slot(depth: int, step: int) -> None:
-    """Lesson 58: waiting, in a chunk, decoding, with steps in flight, finished, or unknown."""
+    """Lesson 58: the request may wait, be in a chunk, decode, have steps in flight, be
+    finished, or be unknown."""
     harness = Harness(depth=depth, settings={"max_batched_tokens": 6, "max_num_seqs": 2})
     request = make_request("a", make_prompt(16), max_tokens=5)
     harness.add(request)
@@ -379,7 +381,7 @@ def test_abort_is_idempotent_and_returns_every_slot(depth: int, step: int) -> No
 
 
 def test_a_name_can_be_used_again_at_once_after_an_abort() -> None:
-    """Also while its first step is still in flight; results do not mix."""
+    """This holds even while its first step is still in flight; results do not mix."""
     harness = Harness(depth=2)
     harness.add(make_request("a", make_prompt(9)))
     harness.step()
@@ -411,7 +413,7 @@ def test_steps_are_collected_in_order() -> None:
 
 
 def test_logprobs_come_with_their_tokens() -> None:
-    """One entry per token, if requested."""
+    """There is one entry per token, if requested."""
     harness = Harness()
 
     harness.run(

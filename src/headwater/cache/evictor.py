@@ -43,7 +43,7 @@ class Evictor:
         self.lost = 0
         """Blocks that left their last tier since the start."""
         self.forgotten = 0
-        """Those of them whose last tier was storage, or that were damaged there."""
+        """Blocks of `lost` whose last tier was storage, or that were damaged there."""
 
     def take_device(self, count: int, state: SlotState) -> Slots | None:
         """Take `count` device slots, evicting exactly as many blocks as are missing. If that is
@@ -276,8 +276,9 @@ class Evictor:
     def _strip_host_below(self, node: Node) -> None:
         """Remove everything below `node` from the host, because `node` is not there any more.
 
-        Nothing below is pinned, for a pin would be on `node` too. A node that is being written
-        to storage is not in the host order, and the pool quarantines the slots of the write.
+        Nothing below is pinned, because such a pin would be on `node` too. A node that is being
+        written to storage is not in the host order, and the pool quarantines the slots of the
+        write.
         """
         moved: list[Slots] = []
         for below in reversed(list(subtree(node))[1:]):

@@ -24,7 +24,7 @@ class HostArrival:
 
     keys: list[BlockKey]
     tokens: bytes
-    """Of all blocks, int32 little-endian."""
+    """Tokens of all blocks, as little-endian int32."""
 
     slots: Slots
 
@@ -49,7 +49,7 @@ class AdoptedRun:
     keys: list[BlockKey]
     slots: Slots
     used_s: float
-    """When it, or a run after it, arrived there last; orders eviction."""
+    """Time of the last arrival of this run or of a run after it; decides the eviction order."""
 
 
 class HostBlockLog:

@@ -110,7 +110,7 @@ class JobFinisher:
         lost = None if arrived == num_blocks else _LOST.get(outcome.status)
         if lost is not None and not record.timed_out:
             self._forget_from(record, plan, arrived, lost)
-        self._evictor.bound_stored()  # the job kept its nodes from being forgotten
+        self._evictor.bound_stored()  # nodes of a job in flight cannot be forgotten
         return JobEffect.ATTACHED if attached else JobEffect.NOTHING
 
     def _finish_lookup(self, plan: Lookup, outcome: JobOutcome, *, now: float) -> None:
@@ -210,7 +210,7 @@ class JobFinisher:
     def _forget_from(
         self, record: JobRecord, plan: TransferJob, arrived: int, reason: MissReason
     ) -> None:
-        """Do not use what storage has from block `arrived` of the job on."""
+        """Forget that storage has the blocks of the job from `arrived` on."""
         if plan.source is not Tier.STORAGE:
             return
         at = 0

@@ -42,7 +42,7 @@ class JobRecord:
     """Timed out and no longer related to any node. Only slots are still kept for the job."""
 
     deferred: list[JobOutcome] | None = None
-    """Outcomes received while a step in flight uses the slots; None when none does."""
+    """Outcomes received while a step in flight uses the slots; None when no step does."""
 
     @property
     def pins_path(self) -> bool:
@@ -126,7 +126,7 @@ class JobTable:
 def _nodes(record: JobRecord) -> Iterable[Node]:
     """The nodes of a job, each once."""
     segments = record.segments
-    if len(segments) == 1:  # nearly every write
+    if len(segments) == 1:  # the usual case
         return (segments[0].node,)
     return {segment.node for segment in segments}
 

@@ -63,13 +63,13 @@ class PathKeys:
         return keys if owner is scheme else []
 
     def known_run(self, scheme: "KeyScheme", start: int, count: int) -> list[BlockKey] | None:
-        """Keys of blocks [start, start + count), where all of them are remembered."""
+        """Keys of blocks [start, start + count); None unless all of them are remembered."""
         owner, keys = self._known
         end = start + count
         return keys[start:end] if owner is scheme and len(keys) >= end else None
 
     def remember(self, scheme: "KeyScheme", keys: list[BlockKey]) -> None:
-        """Keys of the first blocks; fewer than are known already change nothing."""
+        """Remember the keys of the first blocks, if these are more than are known already."""
         if len(keys) > len(self.known(scheme)):
             self._known = scheme, keys
 
@@ -107,7 +107,8 @@ class TokenPath:
 
 
 def media_by_block(spans: Iterable[MediaSpan], block_tokens: int) -> dict[int, bytes]:
-    """Distinguishes blocks with equal placeholder tokens, by block index.
+    """For each block with media, by block index: bytes that tell it from blocks with equal
+    tokens.
 
     A span counts in every block that it touches, with its start relative to that block: the
     same image one token later is another block.

@@ -58,7 +58,7 @@ class Outline:
 
     nodes: list[OutlineNode]
     num_nodes: int
-    """In the whole tree, including nodes that are not shown."""
+    """Nodes in the whole tree, including those that are not shown."""
 
     num_first: int
     """Nodes without a parent, including those that are not shown."""

@@ -83,7 +83,7 @@ class MissReason(Enum):
     IN_FLIGHT = "in_flight"
     """Another sequence is computing the block now."""
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, three times as slow
+    __hash__ = object.__hash__  # Enum's own hash is three times as slow
 
 
 class InFlight(NamedTuple):

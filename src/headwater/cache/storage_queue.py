@@ -36,7 +36,7 @@ class WriteLevel(IntEnum):
 
 
 WriteRank: TypeAlias = tuple[int, int, int, int]
-"""Level, minus the uses, blocks to write, and a number that grows: least first."""
+"""Sort key, smallest first: level, negative number of uses, blocks to write, serial number."""
 
 _Entry: TypeAlias = tuple[WriteRank, int, Node]
 """The serial number in the middle is unique, so nodes are never compared. It is negative if the
@@ -155,7 +155,8 @@ class StorageQueue:
         unstored = len(node.host) - node.num_stored
         rank = _level(node, now), -min(_uses(node), MANY_USES), unstored, number
         if len(node.children) == 1:
-            # Its child may have waited for it. Of several children it has the rank of shared ones.
+            # An only child may wait for this node, which then gets the better rank of the two.
+            # A node with several children has a high rank already, because it is shared.
             child = self._entries.get(next(iter(node.children.values())))
             if child is not None and child[0] < rank:
                 return (*child[0][:3], number)

@@ -267,8 +267,8 @@ class TieredCache(CacheParts):
     ) -> list[OffloadJob]:
         """Plan the queued writes to lower tiers.
 
-        At most `limit_blocks` to the host and `limit_stored` to storage. Without the latter,
-        storage gets what the host leaves of `limit_blocks`.
+        At most `limit_blocks` to the host and `limit_stored` to storage. Without
+        `limit_stored`, storage gets the part of `limit_blocks` that the host does not use.
         """
         _require_limit(limit_blocks)
         return self._planner.plan_offloads(limit_blocks, limit_stored, owner, now=now)

@@ -67,8 +67,8 @@ class TransferPlanner:
         *,
         now: float,
     ) -> list[OffloadJob]:
-        """Plan the queued writes; without `limit_stored`, storage gets what the host leaves of
-        `limit`."""
+        """Plan the queued writes. Without `limit_stored`, storage gets the part of `limit` that
+        the host does not use."""
         writes = self._writes
         plans: list[OffloadJob] = []
         if writes.may_have_host_writes:
@@ -80,8 +80,8 @@ class TransferPlanner:
             plans += stored
             if limit_stored is None:
                 limit -= sum(plan.num_blocks for plan in stored)
-            # Storage may have asked for blocks that have to be written to the host first.
-            # Planned now, so that a second call without a change plans nothing.
+            # Storage may have asked for blocks that have to be written to the host first. They
+            # are planned now, so that a second call without a change plans nothing.
             if writes.may_have_host_writes:
                 plans += self._plan_host_writes(limit, owner, now=now)
         return plans

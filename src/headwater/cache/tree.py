@@ -330,7 +330,7 @@ class PrefixTree(NodeKeys):
         head.host_children = int(len(tail.host) > 0)
         for half in (head, tail):
             if not len(half.device) and not len(half.host):
-                self.stored_only[half] = None  # a known one keeps its position
+                self.stored_only[half] = None  # a node that is in it already keeps its position
         for job in tail.jobs:
             job.divide(head, tail, at)
 

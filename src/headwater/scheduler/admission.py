@@ -8,12 +8,13 @@ sequence, in a circle, or beyond its deadline.
 Proof of progress: some sequence always finishes, whatever the pool size and the load.
 
 1. A sequence is admitted with slots for *all* its tokens at once, the partial last block
-   included. A prefill therefore never asks for another block and is never preempted. While there
-   is a prefill, a step has more tokens than decodes, because `max_batched_tokens >=
-   max_num_seqs`. Prefills are computed in the order of `pacing`. There, a prefill is old after
-   finitely many tokens, and finitely many are before an old one. So each admission leads to at least one
-   sampled token, unless the request is aborted or its overlapped load failed. The number of loads
-   per request is bounded, and then the request is computed without them.
+   included. A prefill therefore never asks for another block and is never preempted. While
+   there is a prefill, a step has more tokens than decodes, because `max_batched_tokens >=
+   max_num_seqs`. Prefills are computed in the order of `pacing`. By that order, a prefill is
+   old after finitely many tokens, and finitely many prefills come before an old one. So each
+   admission leads to at least one sampled token, unless the request is aborted or its
+   overlapped load failed. The number of loads per request is bounded, and then the request is
+   computed without them.
 2. Only decoding sequences are preempted. By 1, each has sampled a token since it was admitted,
    and a preempted sequence keeps its tokens. A request samples finitely many tokens, so it is
    preempted finitely often.
@@ -54,8 +55,8 @@ class _AdmissionResult(Enum):
     """There is no room for it now. A bounded number of later sequences may start before it."""
 
     HELD = auto()
-    """Enough long prompts are being computed. Shorter prompts may start before it until it is
-    old."""
+    """Enough long prompts are being computed. Shorter prompts may start before this one until
+    it is old; see `pacing`."""
 
     LOADING = auto()
     """It waits for blocks that are being loaded from a lower tier."""
@@ -119,10 +120,12 @@ def starts_prefix_wait(
 
 
 _WAITERS_PER_PLACE = 4
-"""Sequences waiting for a load or a prefix that one step skips, per sequence that may run."""
+"""Most sequences that one step skips because they wait for a load or a prefix, for each
+sequence that may run.
+"""
 
 _MAX_HELD = 32
-"""Long prompts that one step skips."""
+"""Most long prompts that one step skips."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""

@@ -108,8 +108,8 @@ class BlockAllocator:
         return True
 
     def confirm(self, sequence: Sequence, now: float) -> bool:
-        """Lease the loaded blocks that the first chunk of `sequence` has read. Returns False, with
-        nothing changed, where the cache now has other slots for them."""
+        """Lease the loaded blocks that the first chunk of `sequence` has read. Returns False,
+        with nothing changed, if the cache has other slots for them by now."""
         overlap, old = sequence.overlap, sequence.lease
         assert overlap is not None, "only a sequence with an overlapped load is confirmed"
         assert old is not None, "an overlapping sequence has a lease, possibly of no block"
@@ -126,7 +126,7 @@ class BlockAllocator:
         return True
 
     def grow(self, sequences: Listed[Sequence], now: float) -> bool:
-        """Take one more block for each, or change nothing and return False."""
+        """Take one more block for each sequence, or change nothing and return False."""
         slots = self._cache.take(len(sequences), now=now)
         if slots is None:
             return False

@@ -202,7 +202,7 @@ class RowStep(NamedTuple):
     columns: Counts
     entries: Counts
     num_scheduled: Counts
-    """Before this step."""
+    """Tokens that were scheduled before this step."""
     num_tokens: Counts
     last_tokens: Counts
     last_rows: Counts
@@ -231,7 +231,7 @@ class DecodeRows:
         """Stop tokens of all sequences here, with the number of sequences that have each."""
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Give each a row."""
+        """Give each sequence a row."""
         entered = [enter_arrays(sequence, self._arrays) for sequence in sequences]
         self.sequences += entered
         self._request_ids += [sequence.request_id for sequence in sequences]
@@ -325,7 +325,7 @@ class DecodeRows:
 
     def num_quiet_steps(self) -> int:
         """Next steps in which no sequence here needs a block, fills one or gets its last token.
-        None where a stop token may end one."""
+        0 if a stop token may end one of them."""
         if self._stops:
             return 0
         arrays, columns = self._arrays, self._columns

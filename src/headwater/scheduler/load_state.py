@@ -28,10 +28,10 @@ class MeasuredRates:
     """Prompt tokens computed per second."""
 
     host: LinkRate | None = None
-    """From host to device."""
+    """Speed of loads from host to device."""
 
     storage: LinkRate | None = None
-    """From storage to host."""
+    """Speed of loads from storage to host."""
 
 
 class LowerTierMatch(NamedTuple):

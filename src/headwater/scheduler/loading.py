@@ -322,8 +322,8 @@ class KVLoader:
         )
 
     def _patience_s(self, sequence: Sequence, load: SequenceLoad, match: Match) -> float:
-        """How long a wait is worth: by price, twice the time to compute everything, or the
-        expected time of the load."""
+        """Longest wait that is worth it. By price: twice the time to compute the missing tokens
+        or twice the expected time of the load, whichever is longer."""
         if load.policy == "wait":
             return inf
         speed = self.rates.prefill_tokens_s

@@ -1,13 +1,15 @@
 """How many prompt tokens a step computes in addition to decodes, and which prompts come first.
 
-Every token of a prompt makes the step longer, and all decoding sequences wait for the step. With a
-target for the time between tokens, the step takes as many prompt tokens as fit into the target. The
-engine measures what steps cost; this module only calculates, so that the simulator decides alike.
+Every token of a prompt makes the step longer, and all decoding sequences wait for the step.
+With a target for the time between tokens, the step takes as many prompt tokens as fit into the
+target. The engine measures what steps cost; this module only calculates, so that the simulator
+makes the same decisions.
 
-Which prompts come first: the one with the least left to compute, so that short prompts and hits do
-not wait for long ones. A prompt ages. Once other prompts have computed twice as many tokens as it
-lacks, it goes before every younger one. A prompt of R tokens is therefore overtaken by at most 2 R
-tokens of prompts that arrived after it, beside the share of each step that is reserved for new ones.
+Which prompts come first: the one with the least left to compute, so that short prompts and hits
+do not wait for long ones. A prompt ages. Once other prompts have computed twice as many tokens
+as it lacks, it goes before every younger one. A prompt of R tokens is therefore overtaken by at
+most 2 R tokens of prompts that arrived after it, in addition to the share of each step that is
+reserved for new ones.
 """
 
 from collections.abc import Iterable

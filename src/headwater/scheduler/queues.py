@@ -177,8 +177,8 @@ class SequenceTable:
         return list(computed.values())
 
     def single_decodes(self) -> list[Sequence]:
-        """Decoding sequences that are handled one by one. Those that can be handled together get
-        a row first, where there are enough of them."""
+        """Decoding sequences that are handled one by one. Those that can be handled together
+        get a row first, if there are enough of them."""
         if len(self.rows.sequences) == len(self.decoding):
             return []
         singles = [sequence for sequence in self.decoding if not sequence.has_row]

@@ -202,7 +202,8 @@ def length_end(request: Request, max_model_len: int) -> int:
 
 
 def _check_bounds(name: str, value: float) -> None:
-    """NaN fails too, because it compares false with both bounds."""
+    """Raise RequestError for a number outside its bounds. NaN is refused too, because it
+    compares false with both bounds."""
     least, most = BOUNDS[name]
     if not least <= value <= most:
         raise RequestError(f"{name} must be between {least:g} and {most:g}, got {value}")
@@ -343,7 +344,7 @@ class Usage:
     """Why the match ended; None if everything that can be found was found."""
 
     queued_s: float = 0.0
-    """From the request's arrival to its admission."""
+    """Seconds from the request's arrival to its admission."""
 
     load: LoadUsage | None = None
     """Set if lower tiers had blocks or were asked."""

@@ -37,11 +37,12 @@ class StepOutputs(Listed[SequenceOutput]):
 
     def __init__(self, others: list[SequenceOutput]) -> None:
         self.others = others
-        """Outputs that are more than one token of a sequence that goes on."""
+        """All other outputs: with several tokens, with further fields, or the last of a
+        sequence."""
         self.request_ids: list[RequestId] = []
-        """Whose the single tokens are."""
+        """The sequence of each single token."""
         self.tokens: Tokens = np.empty(0, dtype=np.int32)
-        """One for each of `request_ids`."""
+        """The single token of each of `request_ids`."""
 
     def add_tokens(
         self, request_ids: list[RequestId], tokens: Tokens, kept: NDArray[np.bool_]
@@ -141,7 +142,7 @@ _MIN_COMMITS = 32
 
 
 class ResultApplier:
-    """Brings every sequence of a collected step forward."""
+    """Applies a collected step to each of its sequences."""
 
     def __init__(
         self,
@@ -218,7 +219,8 @@ class ResultApplier:
         outputs: list[SequenceOutput],
         now: float,
     ) -> None:
-        """Apply one decode row, which is the same number among the sampled rows."""
+        """Apply one decode row. Decode rows come first and all sample, so `row` is also its
+        number among the sampled rows."""
         token = int(result.tokens[row])
         if sequence.state is _FINISHED:
             self._discard_row(sequence, 1, now)

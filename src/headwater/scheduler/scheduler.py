@@ -44,7 +44,7 @@ from headwater.scheduler.stats import (
 )
 from headwater.types import RequestId, Tokens
 
-_DECODE = SequenceState.DECODE  # read for each row; looking up a member takes longer
+_DECODE = SequenceState.DECODE  # read for each row; a member of an enum takes longer to read
 
 
 class Scheduler:
@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were scheduled, ever."""
+        """Steps that were scheduled since the start."""
         return self._totals.num_steps
 
     @property
@@ -249,7 +249,7 @@ class Scheduler:
             )
             if budget.has_tokens:
                 if self._has_lower_tiers:
-                    # What could not be written before, now that writes have ended.
+                    # Writes that have ended made room for further ones.
                     self._writes += self._offloads.plan(self._table.waiting, now)
                 chunks = self._admission.admit(budget, now)
                 self._recheck_s = self._admission.recheck_s

@@ -35,10 +35,10 @@ class SchedulerStats:
     """Requests that were admitted. Each counts once, however often it was preempted."""
 
     queue_s: float
-    """Sum of the seconds that they waited before admission."""
+    """Seconds that these requests waited before admission, in total."""
 
     prompt_tokens: int
-    """Tokens of their prompts."""
+    """Prompt tokens of these requests."""
 
     found_tokens: Mapping[str, int]
     """Prompt tokens that were not computed, by the tier in which they were found."""
@@ -152,7 +152,7 @@ class SequenceView:
     """While it waits: `load`, `prefix` (another sequence computes it) or `room`."""
 
     age_s: float
-    """Since it arrived."""
+    """Seconds since it arrived."""
 
     prompt_tokens: int
     found_tokens: int

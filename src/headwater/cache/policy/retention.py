@@ -47,7 +47,7 @@ class Visit(NamedTuple):
 
     prefixes: list[int]
     runs: list[MarkedRun]
-    """Their ends are counted in pieces."""
+    """The marked runs of the path; their ends are counted in pieces."""
 
     blocks_per_piece: int
     now: float

@@ -26,7 +26,7 @@ _MIN_SWEEP = 1024
 
 class _Entry:
     """A node in a queue. The entry is current while the order has this entry for the node and
-    the entry's place is that of the queue; then it is stale."""
+    the entry's place is that of the queue; otherwise it is stale."""
 
     __slots__ = ("node", "place", "used_s")
 

@@ -42,8 +42,9 @@ PRIORS = {
     },
 }
 """Initial weights of hints, by feature and column: "pending" makes a return more likely at
-every age; "expected" makes it more likely at the ages it names and less likely before. Then
-they are learned."""
+every age; "expected" makes it more likely at the ages it names and less likely before. Learning
+changes them later.
+"""
 
 
 class Relation(IntEnum):
@@ -51,7 +52,7 @@ class Relation(IntEnum):
 
     FIRST = 0
     CONTINUES = 1
-    """It contains the whole prompt of that request."""
+    """The request contains the whole prompt of the previous one."""
 
     BRANCHES = 2
 
@@ -84,7 +85,7 @@ class Traits:
         return _PARTIAL_AGAIN if again else _PARTIAL
 
     def used(self, times: int) -> int:
-        """Used this many times, including this one."""
+        """A run that was used this many times, including by this request."""
         return self._base + _FIRST_USE - 1 + bisect_right(_USES, times)
 
 
