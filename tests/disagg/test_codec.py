@@ -69,12 +69,13 @@ PLAIN: list[Message] = [
 
 @pytest.mark.parametrize("message", PLAIN, ids=lambda m: type(m).__name__)
 def test_a_message_comes_out_as_it_went_in(message):
-    """Every kind of message."""
+    """This holds for every kind of message."""
     assert decode(encode(message)) == message
 
 
 def test_a_start_carries_the_whole_request():
-    """Tokens, parameters and everything else that decides the first token."""
+    """The message has the tokens, the parameters and everything else that decides the first
+    token."""
     start = decode(encode(START))
 
     assert isinstance(start, Start)
@@ -110,7 +111,7 @@ def test_the_kinds_in_this_test_are_all_there_are():
     ],
 )
 def test_a_value_of_the_wrong_type_is_malformed(shape):
-    """Fields that are missing, unknown, of another type or out of range."""
+    """Fields may not be missing, unknown, of another type or out of range."""
     text = json.dumps(shape).encode()
 
     with pytest.raises(Malformed):
@@ -130,7 +131,8 @@ def test_a_value_of_the_wrong_type_is_malformed(shape):
     ],
 )
 def test_broken_bodies_are_malformed(body):
-    """Cut short, too long, nested too deep, or with tokens where none belong."""
+    """Bodies are broken if they are cut short, too long, nested too deep, or have tokens where
+    none belong."""
     with pytest.raises(Malformed):
         decode(body)
 

@@ -67,7 +67,7 @@ def test_heartbeats_begin_when_the_request_is_queued():
 
 
 def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
-    """Lesson 51: the same lease, the same slots."""
+    """Lesson 51: each answer names the same lease and the same slots."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: any(isinstance(p.message, Ask) for p in pair.fabric.packets))

@@ -15,7 +15,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("link", LINKS)
 def test_every_link_keeps_the_contract(link, check, block_bytes):
-    """Order, one outcome per push, fences that hold, on real sockets and memory (lesson 50)."""
+    """Real sockets and memory keep the order, one outcome per push, and fences (lesson 50)."""
     with open_harness(MakeLinks(link), link, block_bytes) as harness:
         check(harness)
 

@@ -151,7 +151,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_delays_no_answer(harness):
 
 
 def test_a_block_that_is_being_copied_may_be_sent_again(harness):
-    """It is no failure, as on the other links."""
+    """This is not a failure, as on the other links."""
     harness.receiver.open(1, [3, 4])
     hold_copies(harness)
     sender = harness.sender()
@@ -209,7 +209,7 @@ def test_a_frame_without_a_validity_word_costs_the_connection_and_the_lease_ends
 
 @pytest.mark.parametrize("kind", ["nothing", "too small", "no memory", "no validity words"])
 def test_descriptors_that_are_wrong_cost_the_connection(harness, kind):
-    """And no other peer is affected (lesson 66)."""
+    """No other peer is affected (lesson 66)."""
     harness.receiver.open(1, [0])
     memory, words = SharedPages(4 * BLOCK_BYTES), SharedPages(4096)
     reading, writing = os.pipe()
@@ -271,7 +271,7 @@ def _take_files(listener, has_token, got) -> None:
 
 
 def test_an_instance_without_a_gpu_is_told_at_once():
-    """As is one whose pool peers cannot map (lesson 61)."""
+    """The same holds for one whose pool peers cannot map (lesson 61)."""
 
     class Plain:
         block_bytes = BLOCK_BYTES
@@ -289,7 +289,7 @@ def test_an_instance_without_a_gpu_is_told_at_once():
 
 
 def test_many_small_frames_arrive_in_order(harness):
-    """Frames of 256 blocks, two at a time."""
+    """Two frames of 256 blocks are in flight at a time."""
     num_blocks = 1500
     source, target = BlockArray(num_blocks, 512, seed=3), BlockArray(num_blocks, 512)
     receiver = Links(CONFIG, target, harness.log).listen("cuda")

@@ -89,7 +89,7 @@ def test_a_sender_killed_in_the_middle_leaves_an_exact_byte_count(link, start):
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
-    """Long before their deadlines (lesson 53)."""
+    """They fail long before their deadlines (lesson 53)."""
     log, clock = EventLog(), SystemClock()
     receiver = start("receive", link)
     address = line_of(receiver, link)
@@ -136,7 +136,8 @@ def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start
 
 
 def test_a_lying_receiver_costs_its_connection():
-    """An answer to no frame, an unknown outcome, an end in the middle."""
+    """It answers a frame that was not sent, or with an unknown outcome, or ends in the
+    middle."""
     for lie in (encode_answer(77, None), b"\xff" * ANSWER_BYTES, b"\0" * 5, b""):
         log = EventLog()
         with _liar(lie) as address:

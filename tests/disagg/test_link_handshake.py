@@ -78,7 +78,7 @@ def test_both_ends_get_one_key_and_the_grant():
     ],
 )
 def test_a_mismatch_is_refused_with_a_reason(change, sentence):
-    """And the receiver ends the connection (lesson 66)."""
+    """Then the receiver ends the connection (lesson 66)."""
     near, far = meet(OURS._replace(**change), OURS)
 
     assert isinstance(near, LinkBroken)
@@ -178,7 +178,8 @@ def test_many_unauthenticated_connections_keep_no_sender_out(monkeypatch):
 
 
 def test_mistakes_of_the_operator_are_reported_at_once():
-    """No token, an unknown link, an invalid address, a port in use (lessons 60, 61)."""
+    """Examples are a missing token, an unknown link, an invalid address and a port in use
+    (lessons 60, 61)."""
     memory, log = BlockArray(1, 64), EventLog()
     links = Links(CONFIG, memory, log)
     with pytest.raises(ConfigError, match="token"):

@@ -57,7 +57,7 @@ def is_dropped(peer):
 
 
 def test_a_block_with_a_flipped_bit_is_not_received_and_may_be_sent_again(harness, peer):
-    """One bit of one block of a frame; the other blocks are received (lesson 54)."""
+    """One bit of one block of a frame is flipped; the other blocks are received (lesson 54)."""
     if harness.receiver.address.startswith(("shm", "cuda")):
         pytest.skip("nothing travels that could be damaged on its way")
     blocks = {0: block(harness, 0), 1: block(harness, 1)}
@@ -91,7 +91,8 @@ def test_a_truncated_frame_is_not_received(harness, peer):
 
 
 def test_a_fence_holds_in_the_middle_of_a_block(harness, peer):
-    """Half a block, a fence, closed although the peer stalls; then the other half (lesson 50)."""
+    """Half a block has arrived when the lease is fenced; it is closed although the peer stalls,
+    and the other half comes later (lesson 50)."""
     raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[: len(raw) // 2])
     harness.receiver.fence(1)
@@ -205,7 +206,7 @@ def test_two_connections_cannot_write_one_block_at_once(harness, peer):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_frame_with_a_damaged_head_is_not_received(data):
-    """Any bit of a frame's head: index, lease, length, checksum, MAC (fuzz)."""
+    """Any bit of a frame's head may be flipped: index, lease, length, checksum, MAC (fuzz)."""
     with open_harness(MakeLinks("tcp"), "tcp", 512) as harness:
         harness.receiver.open(1, [3, 4])
         peer = RawSender(harness.receiver.address, 512)
@@ -223,7 +224,7 @@ def test_a_frame_with_a_damaged_head_is_not_received(data):
 @settings(max_examples=60, deadline=None)
 @given(garbage=st.binary(min_size=1, max_size=400), greeted=st.booleans())
 def test_garbage_costs_a_connection_and_nothing_else(garbage, greeted):
-    """Before the handshake and after it (fuzz)."""
+    """This holds before the handshake and after it (fuzz)."""
     with open_harness(MakeLinks("tcp"), "tcp", 512) as harness:
         harness.receiver.open(1, [3])
         peer = (

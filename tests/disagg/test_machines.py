@@ -100,7 +100,7 @@ def test_a_closing_hand_off_sleeps_until_its_fence_has_ended():
 
 
 def test_p_computes_blocks_that_it_read_and_could_not_keep():
-    """At once: waiting for a fence would hold its slots for ever."""
+    """P computes them at once: waiting for a fence would hold its slots for ever."""
     read = PeerRead(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
     read.begin()
     read.reserved(0, range(4), "held://p", 0.0)
@@ -131,7 +131,8 @@ class OneFails:
 
 @pytest.mark.slow
 def test_a_copy_that_fails_costs_the_client_nothing_but_time(monkeypatch):
-    """With the tiny model and staging: its tokens, long before the hand-off times out."""
+    """With the tiny model and staging, the client gets its tokens long before the hand-off
+    times out."""
     pytest.importorskip("torch")
     from headwater.device import open as device
 

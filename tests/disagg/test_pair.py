@@ -10,7 +10,8 @@ from tests.disagg.requests import make_handoff, make_prompt
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 16, 30, 33])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_disaggregated_equals_local(num_tokens, depth):
-    """Token for token, whether the prompt ends with a block, in one, or is shorter than one."""
+    """The tokens are equal, whether the prompt ends with a block, inside one, or is shorter
+    than one."""
     pair = EchoPair(depth=depth)
     request = make_handoff("a", make_prompt(num_tokens))
 

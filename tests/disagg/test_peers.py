@@ -103,7 +103,7 @@ def test_messages_go_both_ways_on_one_connection():
 
 
 def test_messages_arrive_in_the_order_they_were_sent():
-    """Also those that were sent before the connection was made."""
+    """This includes messages that were sent before the connection was made."""
     with closing(Instance()) as p, closing(Instance()) as d:
         for number in range(50):
             d.service.send(p.service.address, Ask(number))
@@ -121,7 +121,7 @@ def test_messages_arrive_in_the_order_they_were_sent():
     ],
 )
 def test_a_peer_with_another_token_size_or_model_is_refused(other, reason):
-    """Another token, block size or model; its messages are not processed."""
+    """The messages of such a peer are not processed."""
     with closing(Instance()) as p, closing(Instance(**other)) as d:
         number = d.service.send(p.service.address, Ask(1))
 
@@ -149,7 +149,7 @@ def test_another_version_is_refused():
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "", "host:99999", "a:b:c"])
 def test_an_address_where_nothing_listens_is_lost_at_once(address):
-    """One event, and no exception."""
+    """There is one event, and no exception."""
     with closing(Instance()) as d:
         number = d.service.send(address, Ask(1))
 
@@ -194,7 +194,7 @@ def test_unauthenticated_connections_are_dropped_and_others_served(garbage):
 
 @pytest.mark.parametrize("what", ["seal", "body", "size"])
 def test_a_malformed_message_drops_its_connection_only(what):
-    """Also from an authenticated peer."""
+    """This also holds for an authenticated peer."""
     with closing(Instance()) as p, closing(Instance()) as d:
         d.service.send(p.service.address, Ask(1))
         p.event()
@@ -225,7 +225,7 @@ def test_a_repeated_frame_is_malformed():
 
 @pytest.mark.parametrize("change", ["mac", "body", "again", "back", "other key"])
 def test_a_frame_that_its_sender_did_not_send_now_is_malformed(change):
-    """Changed, repeated, sent back, or of another connection."""
+    """A frame may be changed, repeated, sent back, or of another connection."""
     near, far = socket.socketpair()
     key = b"k" * 32
     sender = AuthenticatedFrames(Stream(near), key, is_client=True)
@@ -290,7 +290,7 @@ def test_many_unauthenticated_connections_keep_no_peer_out():
 
 
 def test_a_silent_connection_is_closed_after_the_greeting_timeout():
-    """Also one that has sent a byte."""
+    """This also holds for one that has sent a byte."""
     with closing(Instance(greeting_timeout_s=0.2)) as p:
         stranger = dial(p)
         stranger.socket.sendall(b"H")
@@ -301,7 +301,7 @@ def test_a_silent_connection_is_closed_after_the_greeting_timeout():
 
 
 def test_more_peers_than_max_peers_are_refused_with_a_reason():
-    """It has the token, so it is told the reason."""
+    """The peer has the token, so it is told the reason."""
     with (
         closing(Instance(max_peers=1)) as p,
         closing(Instance()) as a,

@@ -45,7 +45,8 @@ def test_a_new_request_waits_for_a_prefix_that_is_being_received():
 
 
 def test_each_role_publishes_once_what_it_has():
-    """Lesson 47: P what it computed; D what it received, and then what it generated."""
+    """Lesson 47: P publishes what it computed; D what it received, and then what it
+    generated."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT, max_tokens=11)
     run(pair, request)

@@ -92,7 +92,7 @@ def test_a_resumed_response_keeps_its_penalties(handed_off):
 
 
 def test_the_second_turn_moves_only_what_is_new():
-    """Lesson 55: in bytes: D has the first turn and its answer."""
+    """Lesson 55: bytes are counted: D has the first turn and its answer already."""
     with RealPair() as pair:
         prompt = [(at * 37) % 256 for at in range(10 * BLOCK_TOKENS)]
         (answer,) = pair.serve(make_real_request("a", prompt, max_tokens=2 * BLOCK_TOKENS + 1))

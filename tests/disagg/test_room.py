@@ -45,7 +45,8 @@ def test_a_preempted_request_on_d_resumes_from_its_tree():
 
 
 def test_a_request_that_cannot_resume_goes_back_to_the_router():
-    """Lesson 55: preempted, and without free blocks for long; its tokens so far are right."""
+    """Lesson 55: it was preempted and found no free blocks for a long time; its tokens so far
+    are right."""
     pair = EchoPair(d_num_blocks=12, config=HandoffConfig(return_after_s=5.0))
     requests = [
         replace(make_handoff(name, make_prompt(17, family=at), max_tokens=20), can_return=True)

@@ -51,7 +51,7 @@ def test_an_address_of_another_service_is_a_warning():
 
 
 def test_an_address_for_control_at_which_nothing_listens_is_a_warning():
-    """The same for control messages."""
+    """The same holds for control messages."""
     assert "--peer-advertise-host" in (check_peer(f"127.0.0.1:{closed_port()}", CONFIG) or "")
 
 
@@ -73,7 +73,7 @@ def test_every_address_of_the_machine_is_no_address_for_peers():
 
 
 def test_control_and_blocks_have_their_own_addresses():
-    """Flags of `serve` for binding and advertising, with the defaults that most users need."""
+    """`serve` has flags for binding and advertising, with the defaults that most users need."""
     peers = PeersConfig(host="10.0.0.1", port=1, advertise_host="p.example", advertise_port=2)
     link = _link_config(peers, b"token")
     control = _peer_config(peers, b"token", b"i", 64)
@@ -87,7 +87,7 @@ def test_control_and_blocks_have_their_own_addresses():
 
 
 def test_serve_has_a_flag_for_each_address():
-    """Control and blocks, to bind and to advertise."""
+    """There are flags for control and for blocks, to bind and to advertise."""
     given = []
     for flag, value in (
         ("--peer-host", "10.0.0.1"),

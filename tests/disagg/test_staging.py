@@ -28,7 +28,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("link", STAGED_LINKS)
 def test_staged_links_keep_the_contract(link, check, block_bytes):
-    """Order, one outcome per push, fences that hold (lesson 50)."""
+    """They keep the order, one outcome per push, and fences (lesson 50)."""
     with open_harness(MakeStaged(link), link, block_bytes) as harness:
         check(harness)
 
@@ -94,7 +94,7 @@ def pair():
 
 
 def test_a_push_larger_than_all_buffers_passes_through_them(pair):
-    """Part by part; every buffer is free afterwards."""
+    """It is sent part by part; every buffer is free afterwards."""
     pair.receiver.open(1, range(NUM_SLOTS))
     pair.push(1, 1, range(NUM_SLOTS))
 
@@ -107,7 +107,7 @@ def test_a_push_larger_than_all_buffers_passes_through_them(pair):
 
 
 def test_a_block_is_received_when_it_is_on_the_device(pair):
-    """Not when it is in a buffer: it is neither reported, nor is the lease closed (lesson
+    """While it is only in a buffer, it is not reported, and the lease is not closed (lesson
     46)."""
     pair.receiver.open(1, [5])
     pair.inner.copier.gate.clear()
@@ -170,7 +170,7 @@ def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
 
 
 def test_a_copy_that_cannot_begin_has_failed(pair):
-    """On either end: the push and the lease end nevertheless (lesson 53)."""
+    """This holds at both ends: the push and the lease end nevertheless (lesson 53)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.refuses = True
     pair.push(1, 1, [0])
@@ -215,7 +215,7 @@ def test_a_push_that_waits_for_its_turn_ends_at_its_deadline(pair):
 
 
 def test_closing_ends_what_waits_and_what_is_copied(pair):
-    """One outcome each, and the sender's slots are not read afterwards."""
+    """Each push has one outcome, and the sender's slots are not read afterwards."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0, 1, 2])
@@ -232,7 +232,7 @@ def test_closing_ends_what_waits_and_what_is_copied(pair):
 
 
 def test_a_push_ends_once_though_deadline_and_cancel_meet(pair):
-    """Here its deadline comes while `cancel` is about to end it (lesson 53)."""
+    """The deadline comes while `cancel` is about to end the push (lesson 53)."""
     pair.hold = lambda event: event.job == 2 and pair.log.outcome(3)
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -245,7 +245,7 @@ def test_a_push_ends_once_though_deadline_and_cancel_meet(pair):
 
 
 def test_every_outcome_is_delivered_before_close_returns(pair):
-    """Including that of a copy in progress, however long its delivery takes."""
+    """This includes the outcome of a copy in progress, however long its delivery takes."""
     pair.hold = lambda event: Event().wait(0.1)
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -258,7 +258,7 @@ def test_every_outcome_is_delivered_before_close_returns(pair):
 
 
 def test_a_push_of_nothing_is_done(pair):
-    """The same as without buffers."""
+    """This is the same as without buffers."""
     pair.push(1, 1, [])
 
     assert pair.log.outcome(1) == PushDone(1, 0)
@@ -366,7 +366,7 @@ def test_a_sender_that_was_closed_keeps_no_memory(link):
 
 @pytest.mark.parametrize("make", ["listen", "connect"])
 def test_an_invalid_link_leaves_nothing_behind(make):
-    """As without buffers: an error message; and the copier is closed (lesson 61)."""
+    """There is an error message, as without buffers, and the copier is closed (lesson 61)."""
     array, copiers = BlockArray(1, BLOCK_BYTES), []
 
     def open_copier(slab):

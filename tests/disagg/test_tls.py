@@ -78,7 +78,7 @@ def harness(ours) -> Iterator[LinkHarness]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_encrypted_link_keeps_the_contract(harness, check):
-    """Order, one outcome per push, fences that hold: the same rules as without TLS."""
+    """The rules are the same as without TLS: order, one outcome per push, and fences."""
     check(harness)
 
 
@@ -95,7 +95,7 @@ def test_large_blocks_arrive_whole_over_tls(ours):
 
 
 def test_peers_exchange_messages_over_tls(ours):
-    """Both directions of one connection."""
+    """Messages go in both directions of one connection."""
     files = ours._asdict()
     with closing(Instance(**files)) as p, closing(Instance(**files)) as d:
         for number in range(20):

@@ -358,7 +358,7 @@ def test_a_stopped_mooncake_master_is_opened_late(hurried: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["master", "peer"])
 def test_a_stopped_mooncake_pool(part: str) -> None:
-    """SIGSTOP of the master, or of the process whose memory holds the blocks."""
+    """The master gets SIGSTOP, or the process whose memory holds the blocks."""
     master = MooncakeMaster()
     lender = MooncakeLender(master)
     bench = Bench("mooncake", {"master": master.address, "segment_bytes": 0}, master.stop)

@@ -95,7 +95,8 @@ def test_time_spent_deciding_is_measured_apart() -> None:
 
 
 def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
-    """Running, waiting, tiers, the ledger: what the dashboard and the metrics show."""
+    """It has running and waiting sequences, tiers and the ledger: what dashboard and metrics
+    show."""
     harness = Harness(num_blocks=20, settings={"max_num_seqs": 1, "max_batched_tokens": 64})
     harness.run(make_request("warm", make_prompt(12), max_tokens=1))
     harness.add(make_request("a", make_prompt(13)), make_request("b", make_prompt(4)))

@@ -298,7 +298,7 @@ def test_progress_is_a_bar_on_a_terminal():
 
 
 def test_without_params_it_samples_as_the_server_does(llm):
-    """A random seed for each prompt, 16 tokens for text, as many as fit for a conversation."""
+    """Each prompt gets a random seed; a text gets 16 tokens, a conversation as many as fit."""
     answers = llm.generate([[1, 2, 3]] * 4)
     chat = llm.chat([{"role": "user", "content": "a"}])[0]
 

@@ -71,14 +71,15 @@ def allowed(words: np.ndarray) -> set[int]:
 
 
 def test_a_mask_follows_its_output(workers):
-    """One token after another, and the end where nothing more may follow."""
+    """It allows the next token after each token, and only the end where nothing more may
+    follow."""
     for output, wanted in (("", b"0123456789"), ("1", b"0123456789"), ("123", b"")):
         found = take(workers, row(0, DIGITS, output))
         assert allowed(found.words[0]) == (set(wanted) or {EOS})
 
 
 def test_a_grammar_state_of_other_output_is_rebuilt(workers):
-    """After a preemption, or when a name is used again: from the tokens alone."""
+    """After a preemption, or when a name is used again, it is rebuilt from the tokens alone."""
     take(workers, row(0, DIGITS, "12", name="same"))
     for output in ("1", "", "98", "987"):
         found = take(workers, row(0, DIGITS, output, name="same"))
@@ -156,7 +157,7 @@ def test_a_request_whose_mask_cannot_be_made_fails_with_the_reason(
 
 
 def test_states_and_compiled_grammars_are_bounded(workers, compiler):
-    """For any number of requests and grammars."""
+    """This holds for any number of requests and grammars."""
     for number in range(20):
         take(workers, row(0, DIGITS, "", name=f"request {number}"))
         assert workers.num_states <= 4

@@ -43,7 +43,7 @@ def check(scored, truth: tuple[list[int], list[float]]) -> None:
 
 
 def test_prompt_logprobs_equal_those_of_sampling(llm, truth):
-    """Although the whole prompt is cached, it is computed again for them."""
+    """Although the whole prompt is cached, it is computed again for its log-probabilities."""
     llm.core.reset_cache()
     for _ in range(2):
         scored = llm.generate(truth[0], SCORED)[0]
@@ -56,7 +56,8 @@ def test_prompt_logprobs_equal_those_of_sampling(llm, truth):
 
 
 def test_chunks_neighbours_and_preemption_change_nothing(truth):
-    """Small chunks together with other rows, in a pool that is too small for all of them."""
+    """The prompt is computed in small chunks together with other rows, in a pool that is too
+    small for all."""
     llm = LLM(num_blocks_override=48, block_tokens=16, max_num_seqs=6, max_batched_tokens=40)
     params = [SCORED, replace(GREEDY, max_tokens=150), replace(SCORED, max_tokens=100)]
     for _ in range(2):

@@ -218,7 +218,7 @@ def test_a_second_reload_is_refused_while_one_drains() -> None:
 
 
 def test_an_engine_that_cannot_reload_says_so() -> None:
-    """And continues to admit requests."""
+    """It continues to admit requests."""
     harness = Harness()
     answers: list[RequestError | None] = []
     harness.core.control(ReloadWeights(), lambda _, refusal: answers.append(refusal))

@@ -64,7 +64,8 @@ def found(harness: Harness, name: str) -> dict[str, int]:
     ],
 )
 def test_only_what_was_named_is_forgotten(tiers, removed, left):
-    """Lesson 59: each tier separately; the next request finds the blocks of the other tiers."""
+    """Lesson 59: each tier can be reset separately; the next request finds the blocks of the
+    other tiers."""
     harness = make_harness()
 
     reports = reset(harness, *tiers)
@@ -178,7 +179,7 @@ def test_storage_that_fails_refuses_the_reset():
     ],
 )
 def test_an_impossible_reset_is_refused_with_the_reason(tiers, stored, why):
-    """And changes nothing."""
+    """It changes nothing."""
     harness = make_harness() if stored else make_harness(stored=None)
 
     with pytest.raises(RequestError, match=why):

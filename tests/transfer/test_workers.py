@@ -123,7 +123,7 @@ def test_a_lookup_is_one_call(harness, error):
 
 
 def test_blocks_are_written_to_storage_and_read_back(harness):
-    """Lesson 40: directly from one slot into another; writing again moves nothing."""
+    """Lesson 40: bytes go directly from one slot into another; writing again moves nothing."""
     harness.storage.gate.set()
     for slot in range(3):
         harness.slab.rows[slot] = slot + 1

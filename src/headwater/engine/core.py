@@ -102,7 +102,8 @@ class EngineCore:
         """Outcomes and messages received since the start."""
         self._feed: Feed | None = None
         self.hasher: KeyHasher | None = None
-        """Hashes prompts ahead, where the loop needs keys that no lookup in storage computes."""
+        """Hashes prompts before the loop needs the keys; None if lookups compute the keys or
+        none are needed."""
         self.record_host: Callable[[], None] | None = None
         """Records the blocks that arrive on the host, for the next engine."""
         self._reload = WeightReload(scheduler)

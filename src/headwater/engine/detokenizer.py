@@ -89,8 +89,8 @@ class Detokenizer:
 
     def _break(self) -> str:
         """The held bytes can never form a character: return all text so far, with a replacement
-        sign. The window starts again after a letter, because a decoder would spoil the whole
-        run."""
+        sign. The new window begins with the letter "a": without it, a decoder would take the
+        next bytes for a part of the broken run."""
         text = self._text()
         shown = self._emit(text, len(text)) + _REPLACEMENT
         self._held = []

@@ -102,7 +102,7 @@ class Resets:
     def _end(self, pending: _PendingReset, outcome: JobOutcome) -> None:
         if outcome.status is not JobStatus.DONE:
             self._refuse(
-                pending, "it failed, or did not answer in time; see the log, and try again"
+                pending, "the removal failed or did not end in time; see the log and try again"
             )
             return
         self._pending.remove(pending)

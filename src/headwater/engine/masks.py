@@ -217,7 +217,7 @@ class MaskWorkers:
                 return
             state.seen = output[:0]
         assert state.matcher is not None, "the matcher is made before tokens are consumed"
-        assert state.seen is not None, "it is made before anything is seen"
+        assert state.seen is not None, "`seen` is set together with the matcher"
         fresh = output[len(state.seen) :].tolist()
         if fresh and not state.matcher.consume_tokens(fresh):
             state.error = f"the output does not fit its grammar: {state.matcher.get_error()}"

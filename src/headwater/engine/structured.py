@@ -81,8 +81,8 @@ _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def check_schema_size(*parts: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
-    """Raise RequestError when the JSON of `parts` is longer than `max_bytes` or too deep. Looks
-    at no more values than that."""
+    """Raise RequestError when the JSON of `parts` is longer than `max_bytes` or too deep. It
+    stops reading there."""
     left, todo = max_bytes, [(part, 0) for part in parts]
     while todo:
         value, depth = todo.pop()

@@ -18,11 +18,14 @@ log = logging.getLogger(__name__)
 
 _LOOKS = 20
 _MAX_LOOK_S = 1.0
-"""Checks per timeout: a hanging step is detected at most a twentieth of the timeout late. The
-second number is the longest time between two checks, so that a lost rank is noticed soon."""
+"""Checks per timeout, so that a hanging step is detected at most a twentieth of the timeout
+late; and the longest time between two checks, so that a lost rank is noticed soon.
+"""
 
 _NOTICE_S = 5.0
-"""Collectives between CPUs fail at once when a rank is gone; those between GPUs wait for ever."""
+"""Time that a step gets to fail by itself after a rank is lost. Collectives between CPUs fail
+at once; those between GPUs wait for ever.
+"""
 
 
 class SteppingCore(Protocol):

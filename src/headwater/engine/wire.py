@@ -240,7 +240,7 @@ def pack_output(output: SequenceOutput) -> Output:
 
 
 def pack_outputs(outputs: StepOutputs) -> Outputs:
-    """All outputs of a step as they travel."""
+    """All outputs of a step as one message."""
     return Outputs(
         [pack_output(output) for output in outputs.others],
         outputs.request_ids,  # type: ignore[arg-type]  # a list of ids is a list of strings
@@ -249,12 +249,12 @@ def pack_outputs(outputs: StepOutputs) -> Outputs:
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
-    """Token ids as they travel."""
+    """Token ids as little-endian int32 bytes."""
     return tokens.astype(_TOKEN_TYPE, copy=False).tobytes()
 
 
 def unpack_outputs(message: Outputs) -> Iterator[SequenceOutput]:
-    """The outputs again."""
+    """The outputs of a message."""
     for entry in message.outputs:
         yield unpack_output(entry)
     tokens = np.frombuffer(message.tokens, dtype=_TOKEN_TYPE).tolist()

@@ -46,7 +46,8 @@ class CompletionQueue:
         self._signal: int | None = None
         """Created when the loop first sleeps on it."""
         self._in_use = Lock()
-        """A write to a closed descriptor could reach another file that got the same number."""
+        """Held while the descriptor is written or closed: a write to a closed descriptor could
+        reach another file that got the same number."""
 
     def put(self, completion: JobCompletion) -> None:
         """Report that a job ended."""

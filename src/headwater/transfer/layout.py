@@ -3,8 +3,8 @@
     block   | layer 0 | layer 1 | …
     layer   | numbers [planes, block_tokens, kv_heads, head_dim] | scales [planes, block_tokens, kv_heads] |
 
-Scales exist only where numbers are stored with fewer bits than the model computes with. They
-are part of their layer's bytes, so a block, or a group of its layers, is one contiguous piece.
+Scales exist only if numbers are stored with fewer bits than the model computes with. They are
+part of their layer's bytes, so a block, or a group of its layers, is one contiguous piece.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class KVLayout:
     dtype: str
     element_bytes: int
     planes: int = 2
-    """Keys and values; a model with one latent has one plane."""
+    """2 for keys and values; 1 for a model that stores one latent."""
 
     scale_bytes: int = 0
     """Bytes of the scale of one head of one token; 0 means no scales."""

@@ -106,16 +106,16 @@ class TransferConfig:
     """Deadlines of jobs."""
 
     copy_timeout_s: float = 30.0
-    """Between device and host."""
+    """Deadline of a copy between device and host."""
 
     read_timeout_s: float = 10.0
-    """From storage."""
+    """Deadline of a read from storage."""
 
     write_timeout_s: float = 60.0
-    """To storage. No request waits for such a write."""
+    """Deadline of a write to storage. No request waits for it."""
 
     lookup_timeout_s: float = 5.0
-    """A storage lookup."""
+    """Deadline of a storage lookup."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -350,7 +350,7 @@ class Mover:
         if completion.busy_s > 0:
             totals.fastest_blocks_s = max(totals.fastest_blocks_s, moved / completion.busy_s)
         if not isinstance(running.plan, TransferJob):
-            return  # no price is computed from it
+            return  # the price of a load does not depend on lookups
         self.num_observed += 1
         if link not in self._meters:
             self._meters[link] = LinkMeter()

@@ -38,8 +38,9 @@ from headwater.types import RequestId
 
 _FIRST_PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 300.0
-"""After a failed read the peer is not asked again for this long; doubled with each further
-failure."""
+"""First and longest time for which a peer is not asked again after a failed read. Each further
+failure doubles the time.
+"""
 
 
 @dataclass(slots=True, eq=False)

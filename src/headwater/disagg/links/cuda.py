@@ -75,7 +75,7 @@ class CudaAcceptor:
 
     link = "cuda"
     tls: Tls | None = None
-    """Bytes on a Unix socket do not leave the machine."""
+    """None, because bytes on a Unix socket do not leave the machine."""
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = _device_memory(memory)
@@ -122,7 +122,7 @@ class CudaInbound:
         self._validity = validity
         self.max_bytes = max(_FRAME_BYTES, block_bytes)
         self._copies: deque[CopyInProgress | None] = deque()
-        """Of each frame that was started and not finished; None if nothing is copied."""
+        """The copy of each frame that was started and not finished; None if it copies nothing."""
 
     def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
         pieces = frame.pieces

@@ -115,8 +115,8 @@ class LeaseBook:
     def begin_write(
         self, number: int, pieces: Sequence[SentPiece]
     ) -> ArrivingBlocks | PushFailure:
-        """Begin to write the blocks of a frame; `end_write` must follow. Returns the reason
-        where the frame is refused."""
+        """Begin to write the blocks of a frame; `end_write` must follow. Returns the reason if
+        the frame is refused."""
         indices = [piece.block for piece in pieces]
         with self._lock:
             lease = self._leases.get(number)

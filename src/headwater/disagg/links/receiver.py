@@ -65,7 +65,8 @@ class Inbound(Protocol):
 
 @runtime_checkable
 class BackgroundInbound(Inbound, Protocol):
-    """Of a link that copies in the background: `receive` only starts the copies of a frame.
+    """The `Inbound` of a link that copies in the background: `receive` only starts the copies
+    of a frame.
 
     The next frame is started before this one is finished, so that the device always has work.
     """
@@ -82,7 +83,7 @@ class LinkAcceptor(Protocol):
     address: str
     listener: socket.socket
     tls: Tls | None
-    """Encrypts connections, where that is configured."""
+    """Encrypts connections; None if TLS is not configured."""
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
@@ -258,7 +259,7 @@ class _Connection:
             self._end_started()
 
     def _begun(self) -> int:
-        """Number of bytes of the next frame's head that are there."""
+        """Number of bytes of the next frame's head that have arrived."""
         if self._started is not None:
             begun = self._stream.receive_some([self._head], socket.MSG_DONTWAIT)
             if begun < FRAME_BYTES:  # a slow peer must not delay the end of the started frame
@@ -281,7 +282,8 @@ class _Connection:
         )
 
     def _receive(self, frame: Frame, check_wait: WaitCheck) -> None:
-        """Write the blocks of a frame and answer it, or start that."""
+        """Write the blocks of a frame and answer the frame. A link that copies in the
+        background only starts the copies here."""
         arriving = self._book.begin_write(frame.lease, frame.pieces)
         if arriving is PushFailure.TWICE and self._started is not None:
             self._answer_started()
@@ -297,7 +299,8 @@ class _Connection:
             self._book.end_write(arriving, frame.pieces)
             raise
         if self._background is not None:
-            # Only now: the device copies this frame while the last one is answered.
+            # After the start of this frame's copies, so that the device copies while the
+            # previous frame is answered.
             self._answer_started()
             self._started = frame, arriving
             return

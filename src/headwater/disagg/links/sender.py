@@ -45,7 +45,7 @@ class Outbound(Protocol):
         views: Sequence[memoryview],
         check_wait: WaitCheck,
     ) -> None:
-        """Send a frame. Afterwards this side does not read the views again. Where the peer
+        """Send a frame. Afterwards this side does not read the views again. If the peer itself
         reads them, it does so before it answers."""
 
     def answered(self, number: int) -> None:
@@ -367,7 +367,8 @@ class StreamSender:
 
 
 def _retire(connection: _Connection) -> None:
-    """Release a connection. Only the sending thread does, so it never sends on a closed one."""
+    """Release a connection. Called by the sending thread only, so it never sends on a closed
+    one."""
     connection.outbound.stream.shut()
     if connection.listener is not None:
         connection.listener.join(_JOIN_S)

@@ -64,7 +64,7 @@ class ShmAcceptor:
 
     link = "shm"
     tls: Tls | None = None
-    """Bytes on a Unix socket do not leave the machine."""
+    """None, because bytes on a Unix socket do not leave the machine."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes

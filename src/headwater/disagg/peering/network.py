@@ -35,8 +35,8 @@ class Network(Protocol):
     """
 
     def send(self, peer: str, message: Message) -> int:
-        """Send without waiting. Connects where `peer` is an address without a connection.
-        Returns the number of the connection; 0 if there is none and none can be made."""
+        """Send without waiting. Connects if `peer` is an address without a connection. Returns
+        the number of the connection; 0 if there is none and none can be made."""
 
     def close(self) -> None:
         """End every connection. Calling it twice is safe."""

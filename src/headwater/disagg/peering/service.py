@@ -194,7 +194,7 @@ class PeerService:
         return Stream(connected)
 
     def secure(self, stream: Stream, check_wait: WaitCheck, *, is_client: bool) -> Stream:
-        """`stream` with TLS, where it is configured."""
+        """`stream` with TLS, if it is configured."""
         if self._tls is None:
             return stream
         handshake = self._tls.connect if is_client else self._tls.accept
@@ -228,7 +228,7 @@ class PeerService:
             self._greet(stream)
 
     def _greet(self, stream: Stream) -> None:
-        """Start the handshake of a new connection; close the oldest one of too many."""
+        """Start the handshake of a new connection. If there are too many, close the oldest one."""
         oldest = None
         with self._lock:
             if self._closed.is_set():

@@ -21,7 +21,7 @@ TICK_S = 0.02
 
 _WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 
-_MAX_PARTS = 512  # of one call; the kernel allows 1024
+_MAX_PARTS = 512  # parts of one call; the kernel allows 1024
 
 WaitCheck = Callable[[], None]
 """Called once per tick while a wait makes no progress. It raises to end the wait."""
@@ -94,7 +94,7 @@ class Stream:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the socket. Only its last user does."""
+        """Release the socket. Only its last user may call this."""
         self.socket.close()
 
 

@@ -141,8 +141,9 @@ class TlsStream(Stream):
         return got > 0
 
     def _flush(self, check_wait: WaitCheck) -> None:
-        """Send the encrypted bytes that are ready. Only the sending thread does, so they stay
-        in order; what OpenSSL answers while it receives leaves with the next `send`."""
+        """Send the encrypted bytes that are ready. Only the sending thread calls this, so they
+        stay in order. Bytes that OpenSSL produces while it receives are sent with the next
+        `send`."""
         with self._lock:
             ready = self._outgoing.read()
         if ready:
