@@ -21,7 +21,7 @@ def fail(breaker: Breaker, times: int) -> None:
 
 
 def test_consecutive_failures_open_the_breaker() -> None:
-    """One failure less does not, and a success resets the count."""
+    """One failure less does not open it, and a success resets the count."""
     breaker = Breaker(CONFIG, VirtualClock())
 
     fail(breaker, 2)
@@ -55,7 +55,8 @@ def test_a_call_that_began_before_does_not_close_it() -> None:
 
 
 def test_one_trial_call_at_a_time() -> None:
-    """For any number of callers; its success closes the breaker for all."""
+    """This holds for any number of callers; the success of the trial closes the breaker for
+    all."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
@@ -87,7 +88,8 @@ def test_a_trial_call_that_never_ends_opens_it_again() -> None:
 
 
 def test_each_failed_trial_doubles_the_wait_up_to_a_bound() -> None:
-    """5, 10, 12, 12 seconds; 5 again after it was closed for the longest wait."""
+    """The waits are 5, 10, 12 and 12 seconds, and 5 again after it was closed for the longest
+    wait."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
@@ -136,7 +138,7 @@ def test_calls_that_fail_after_the_breaker_opened_change_nothing() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    """On construction, not when the store fails."""
+    """They are refused on construction, not when the store fails."""
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         BreakerConfig(max_failures=0)
     with pytest.raises(ConfigError, match=r"at most max_recovery_s, got 10.0 and 5.0"):

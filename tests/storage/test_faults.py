@@ -24,7 +24,7 @@ def make_double(**script: list[Fault | None]) -> FaultyStorage:
 
 
 def test_the_nth_call_gets_the_nth_fault() -> None:
-    """Counted separately for each method; after the script everything works."""
+    """Calls are counted separately for each method; after the script everything works."""
     double = make_double(contains=[None, Fault.ERROR], read=[Fault.TIMEOUT])
     keys = make_keys(2)
     write_run(double, keys, BLOCK_BYTES)
@@ -57,7 +57,7 @@ def test_a_hang_does_its_work_late() -> None:
 
 
 def test_a_write_that_fails_half_way_leaves_the_first_half() -> None:
-    """And everything fails until it is revived."""
+    """Everything fails until it is revived."""
     double = make_double(write=[Fault.DIES])
     keys = make_keys(4)
     with pytest.raises(StorageError, match="died in the middle"):
@@ -72,7 +72,7 @@ def test_a_write_that_fails_half_way_leaves_the_first_half() -> None:
 
 
 def test_a_full_medium_refuses_writes() -> None:
-    """Without an error."""
+    """Writes are refused without an error."""
     double = make_double(write=[Fault.REFUSED])
 
     assert write_run(double, make_keys(2), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2

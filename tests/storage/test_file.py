@@ -24,7 +24,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path: Path) -> None:
-    """However much is written; the least recently used blocks are evicted (lesson 43)."""
+    """However much is written, the least recently used blocks are evicted (lesson 43)."""
     capacity = 40 * 8272
     storage = make_file(capacity_bytes=capacity)
 
@@ -123,7 +123,8 @@ def test_a_torn_table_entry_is_an_empty_slot(make_file: MakeFile, tmp_path: Path
 
 @pytest.mark.parametrize("suffix", [".table", ".slab"])
 def test_a_damaged_file_is_left_out(make_file: MakeFile, tmp_path: Path, suffix: str) -> None:
-    """An invalid head, or a truncated slab: its blocks are misses, the others are served."""
+    """The blocks of a slab with an invalid head or a truncated slab are misses; the others are
+    served."""
     storage = make_file()
     keys = make_keys(3)
     write_run(storage, keys, BLOCK_BYTES)
@@ -222,7 +223,7 @@ def test_blocks_are_whole_slots_of_pages() -> None:
 
 
 def test_a_table_tells_readers_what_changed(tmp_path: Path) -> None:
-    """Each change once, and nothing without a change."""
+    """Each change is reported once, and nothing without a change."""
     geometry = Geometry(FORM, 4)
     slab = Slab.create(tmp_path / "one.table", geometry, direct=True)
     reader = Table(tmp_path / "one.table", writable=False)
@@ -245,7 +246,7 @@ def test_capacity_for_less_than_a_block_is_refused(make_file: MakeFile) -> None:
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
-    """At start, with the path in the message (lesson 61)."""
+    """It is refused at start, with the path in the message (lesson 61)."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         FileStorage(FileConfig(path=str(tmp_path / "file" / "x")), FORM, SystemClock())

@@ -10,7 +10,7 @@ from headwater.storage.io_threads import MAX_LOST, IoThreads
 
 
 def test_results_come_in_order() -> None:
-    """Whatever order the threads finish in."""
+    """The order in which the threads finish does not matter."""
     threads = IoThreads("test", 3)
 
     assert threads.run([lambda n=n: n * n for n in range(20)], timeout_s=5) == [  # type: ignore[misc]
@@ -21,7 +21,7 @@ def test_results_come_in_order() -> None:
 
 
 def test_an_error_is_raised_after_all_calls_have_ended() -> None:
-    """So no buffer is in use when the caller gets the error."""
+    """No buffer is in use when the caller gets the error."""
     threads, ended = IoThreads("test", 2), []
 
     def fail() -> None:

@@ -106,7 +106,7 @@ def test_a_dead_master_is_an_error_within_the_timeout() -> None:
 
 @pytest.mark.slow
 def test_a_missing_master_gets_a_message_at_start() -> None:
-    """With its address (lesson 61)."""
+    """The message has its address (lesson 61)."""
     pytest.importorskip("mooncake")
     with pytest.raises(ConfigError, match="check that mooncake_master runs there"):
         open_storage(

@@ -56,7 +56,7 @@ def url_of(server: RedisServer, who: str) -> str:
 
 
 def test_users_and_passwords(own_server: RedisServer) -> None:
-    """The default user, a named one, and characters that a URL must quote."""
+    """The default user, a named one, and characters that a URL must quote all work."""
     for who in (":open%20sesame", "default:open%20sesame", "worker:work%40home"):
         storage = open_redis(url_of(own_server, who), key_prefix=who)
         assert write_run(storage, make_keys(1), BLOCK_BYTES) == [BlockWrite.WRITTEN]
@@ -75,7 +75,7 @@ def test_a_wrong_password_gets_a_message_at_start(own_server: RedisServer) -> No
 
 
 def test_a_server_that_is_not_running_gets_a_message_at_start() -> None:
-    """With its address (lesson 61)."""
+    """The message has its address (lesson 61)."""
     with pytest.raises(ConfigError, match=r"redis://127\.0\.0\.1:\d+/0"):
         open_redis(f"redis://127.0.0.1:{free_port()}")
 
@@ -155,7 +155,7 @@ def test_a_restarted_server_is_found_again(own_server: RedisServer) -> None:
 
 
 def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
-    """Counted, without an error, and stored blocks are served (lesson 43)."""
+    """The refusal is counted, without an error, and stored blocks are served (lesson 43)."""
     storage = open_redis(url_of(own_server, ":open%20sesame"))
     keys = make_keys(400)
 
@@ -221,7 +221,7 @@ def connect(listener: socket.socket) -> RedisStorage:
 
 
 def test_a_server_that_does_not_answer_costs_the_timeout_only() -> None:
-    """And the buffer is quiet: a late answer cannot reach it (lessons 18, 38)."""
+    """The buffer is quiet: a late answer cannot reach it (lessons 18, 38)."""
     listener = socket.create_server(("127.0.0.1", 0))
     done = Event()
 

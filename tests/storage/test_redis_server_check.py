@@ -64,7 +64,7 @@ def test_cluster_mode_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sentinel_is_refused(tmp_path: Path) -> None:
-    """By the server's own description, and by the form of the URL."""
+    """It is recognised by the server's own description, and by the form of the URL."""
     (tmp_path / "sentinel.conf").touch()
     server = RedisServer(tmp_path, "--sentinel", config=tmp_path / "sentinel.conf")
     with pytest.raises(ConfigError, match="Redis Sentinel, which holds no data"):
@@ -251,7 +251,7 @@ class Parrot:
 
 @pytest.mark.parametrize("answer", MALFORMED)
 def test_malformed_replies_are_storage_errors(answer: bytes) -> None:
-    """For any call: never a ValueError, never a block."""
+    """No call raises a ValueError or returns a block."""
     parrot = Parrot(answer)
     storage = RedisStorage(RedisConfig(url=parrot.url), FORM, SystemClock())
     keys, views = make_keys(1), [memoryview(bytearray(BLOCK_BYTES))]

@@ -93,7 +93,8 @@ def test_blocks_travel_with_client_certificates(url: str, authority: Authority) 
 def test_an_untrusted_certificate_gets_a_message_at_start(
     url: str, authority: Authority, tmp_path: Path
 ) -> None:
-    """No certificate, one of another authority, a server that we do not know, no password."""
+    """This holds without a certificate, with one of another authority, for an unknown server,
+    and without a password."""
     ours = {"tls_ca_file": authority.path("ca.pem")}
     cert, key = authority.issue("client")
     with pytest.raises(
@@ -112,7 +113,7 @@ def test_an_untrusted_certificate_gets_a_message_at_start(
 
 
 def test_files_that_do_not_fit_are_named(authority: Authority) -> None:
-    """Before any connection is tried."""
+    """The message comes before any connection is tried."""
     cert, _ = authority.issue("client")
     url = "rediss://127.0.0.1:1"
     with pytest.raises(ConfigError, match=r"tls_cert_file '.*' with tls_key_file '.*ca.key'"):

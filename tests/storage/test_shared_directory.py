@@ -49,7 +49,7 @@ def test_taking_over_a_slab_frees_its_copies(make_file: MakeFile) -> None:
 
 
 def test_a_restart_frees_copies(make_file: MakeFile) -> None:
-    """Including copies of an older version: the next process has every slot."""
+    """This includes copies of an older version: the next process has every slot."""
     for storage in write_twice(make_file):
         storage.close()
     del storage
@@ -89,7 +89,7 @@ def test_a_slab_taken_over_during_a_write_loses_no_slot(make_file: MakeFile) -> 
 
 
 def test_two_processes_race_for_the_same_keys(tmp_path: Path) -> None:
-    """Real processes that begin at the same moment; afterwards every slot is found or free."""
+    """Real processes begin at the same moment; afterwards every slot is found or free."""
     command = [sys.executable, "-m", "tests.storage.racer", str(tmp_path)]
     racers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -117,7 +117,7 @@ def test_two_processes_race_for_the_same_keys(tmp_path: Path) -> None:
 def test_verify_finds_copies_and_repair_frees_them(
     make_file: MakeFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Together with damaged blocks; a slab with an owner is reported and not changed."""
+    """Damaged blocks are treated alike; a slab with an owner is reported and not changed."""
     first, second = write_twice(make_file)
     folder = tmp_path / "blocks"
     damage(FileMedium(folder), KEYS[:1], Fault.FLIPPED_BIT)

@@ -41,7 +41,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0)
 
 
 def test_ls_lists_slabs_and_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With their model, how full they are, and whether they have an owner."""
+    """Slabs have their model, how full they are, and whether they have an owner."""
     slabs = run_json(capsys, "ls", str(directory))["slabs"]
     assert sorted((slab["num_blocks"], slab["in_use"]) for slab in slabs) == [
         (2, False),
@@ -58,7 +58,7 @@ def test_ls_lists_slabs_and_blocks(directory: Path, capsys: pytest.CaptureFixtur
 
 
 def test_stats_sums_by_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And in total, as on the disk."""
+    """It also has the total, as on the disk."""
     stats = run_json(capsys, "stats", str(directory))
 
     assert sorted(model["blocks"] for model in stats["models"].values()) == [3, 6]
@@ -72,7 +72,7 @@ def test_stats_sums_by_model(directory: Path, capsys: pytest.CaptureFixture[str]
 def test_verify_reads_everything_and_names_what_is_damaged(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 0 if everything is intact, otherwise 1."""
+    """The exit code is 0 if everything is intact, otherwise 1."""
     assert run_json(capsys, "verify", str(directory))["blocks_good"] == 9
     key = make_keys(6, run="old")[2]
     damage(FileMedium(directory), [key], Fault.FLIPPED_BIT)
@@ -116,7 +116,7 @@ def test_a_slab_that_cannot_be_read_is_named_and_pruned(
 def test_prune_deletes_only_slabs_without_an_owner(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oldest first, down to a size; a dry run only lists them."""
+    """The oldest are deleted first, down to a size; a dry run only lists them."""
     would = run_json(capsys, "prune", str(directory), "--all", "--dry-run")
     assert len(would["would_delete"]) == 2
     assert len(list(directory.glob("*.slab"))) == 3
@@ -147,7 +147,7 @@ def test_mistakes_in_settings_get_a_message(
     arguments: list[str],
     sentence: str,
 ) -> None:
-    """Exit code 1, and nothing is created or deleted."""
+    """The exit code is 1, and nothing is created or deleted."""
     names = {"directory": directory, "empty": tmp_path_factory.mktemp("empty")}
 
     assert main(["storage", *(word.format(**names) for word in arguments)]) == 1
@@ -157,6 +157,6 @@ def test_mistakes_in_settings_get_a_message(
 def test_an_unknown_flag_gets_a_suggestion(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As for every other command."""
+    """This is the same for every other command."""
     assert main(["storage", "prune", str(directory), "--dryrun"]) == 2
     assert "--dry-run" in capsys.readouterr().err

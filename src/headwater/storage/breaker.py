@@ -36,7 +36,7 @@ class BreakerConfig:
 
     max_failures: int = 3
     """Failed calls of one kind in a row that open the breaker. A call that does not end counts
-    too, and until it ends no call that works makes up for it."""
+    too; until it ends, successful calls do not reset the count."""
 
     recovery_s: float = 5.0
     """How long it stays open the first time."""

@@ -121,17 +121,23 @@ def encode_header(
 def decode_header(raw: Buffer) -> Header:
     """The content of a header. Raises StorageCorrupt if the bytes are not a header."""
     if len(raw) < HEADER_BYTES:
-        raise _corrupt("truncated", f"{len(raw)} bytes are no block header")
+        raise _corrupt(
+            "truncated", f"a block header needs {HEADER_BYTES} bytes, got {len(raw)}"
+        )
     fields = bytes(raw[: _FIELDS.size])
     magic, version, header_bytes, payload_bytes, fingerprint, key, parent, check = (
         _FIELDS.unpack(fields)
     )
     if magic != _MAGIC:
-        raise _corrupt("no_header", "no block header where one should be")
+        raise _corrupt(
+            "no_header", "the bytes are not a block header: the magic number is wrong"
+        )
     if version != _VERSION or header_bytes != HEADER_BYTES:
-        raise _corrupt("other_version", f"a block of format version {version}")
+        raise _corrupt(
+            "other_version", f"the block has format version {version}, expected {_VERSION}"
+        )
     if bytes(raw[_FIELDS.size : _FIELDS.size + _SEAL_BYTES]) != _seal(fields):
-        raise _corrupt("bad_header", "a block header is damaged")
+        raise _corrupt("bad_header", "the block header is damaged")
     return Header(payload_bytes, fingerprint, BlockKey(key), BlockKey(parent), check)
 
 
@@ -139,14 +145,14 @@ def verify_block(raw: Buffer, payload: memoryview, *, form: BlockFormat, key: Bl
     """Raise StorageCorrupt unless header and payload are exactly the block `key`."""
     header = decode_header(raw)
     if header.fingerprint != form.fingerprint:
-        raise _corrupt("other_model", "a block of another model or layout")
+        raise _corrupt("other_model", "the block belongs to another model or layout")
     if header.key != key:
         raise _corrupt(
-            "other_key", f"block {header.key.hex()[:16]} in place of {key.hex()[:16]}"
+            "other_key", f"found block {header.key.hex()[:16]}, expected {key.hex()[:16]}"
         )
     if header.payload_bytes != len(payload):
         raise _corrupt(
-            "bad_length", f"a block of {header.payload_bytes} bytes, not {len(payload)}"
+            "bad_length", f"the block has {header.payload_bytes} bytes, expected {len(payload)}"
         )
     if checksum(payload) != header.checksum:
         raise _corrupt("bad_checksum", f"the payload of block {key.hex()[:16]} is damaged")

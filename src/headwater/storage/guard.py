@@ -2,9 +2,9 @@
 
 Reads (`contains`, `read`) and writes (`write`, `remove`) have a breaker each, because a store
 may refuse one and serve the other. A call that has not ended by its deadline counts as failed
-when the next call comes; its late end is ignored. A store may answer some calls and hang in others,
-so a call that works does not make up for calls that still hang. While a breaker is open its calls raise
-StorageUnavailable at once.
+when the next call comes; its late end is ignored. A store may answer some calls and hang in
+others, so a successful call does not reset the count of calls that still hang. While a breaker
+is open its calls raise StorageUnavailable at once.
 
 Requests wait for reads, so no request is used to test whether reads work again: a probe in a
 separate thread repeats a call that failed. No request waits for a write, so the trial of the

@@ -1,8 +1,9 @@
 """A backend that opens in a thread: a mount or a server may answer late, or never.
 
 Until it is open every call is refused at once, so to a request the tier is a miss. An open that
-ends with StorageTimeout is tried again. Any other error ends the start of the engine, so that a wrong
-address is noticed. It is tried again too where the engine has started meanwhile, or was restarted.
+ends with StorageTimeout is tried again. Any other error ends the start of the engine, so that a
+wrong address is noticed. If the engine has started meanwhile, or was restarted, the open is
+tried again after any error.
 """
 
 import logging
@@ -86,7 +87,7 @@ class LateStorage:
         return self._opened().remove(keys, timeout_s=timeout_s)
 
     def stats(self) -> StorageStats:
-        """Those of the backend; nothing counted while it is not open."""
+        """The statistics of the backend; all zero while it is not open."""
         backend = self._backend
         return self._empty.stats() if backend is None else backend.stats()
 

@@ -29,9 +29,9 @@ def open_storage(
 ) -> StorageBackend:
     """The backend `name`, or ConfigError with what to change.
 
-    A backend that does not open within OPEN_TIMEOUT_S, or whose server does not answer, opens in
-    the background; until then every call raises StorageUnavailable. If `is_optional`, so does a
-    backend that cannot be opened now for any other reason.
+    A backend that does not open within OPEN_TIMEOUT_S, or whose server does not answer, opens
+    in the background; until then every call raises StorageUnavailable. If `is_optional`, a
+    backend that cannot be opened now for another reason opens in the background too.
     """
     path = _BACKENDS.get(name, name)
     if ":" not in path:

@@ -112,7 +112,7 @@ class HeldFabric:
         self.packets: list[Packet] = []
         self.transfers: list[FabricPush] = []
         self.fences: list[tuple[str, int]] = []
-        """Link address and lease."""
+        """Fences that do not hold yet: link address and lease."""
         self.holds_at_once = False
         """Whether fences hold at once, as on links where no write is in progress."""
         self.num_bytes = 0

@@ -96,19 +96,21 @@ def check_blocks_arrive_in_order_in_the_slots_of_the_lease(harness: LinkHarness)
     sender.push(harness.push(10, 1, [0, 1]))
     sender.push(harness.push(11, 1, [3, 2]))
 
-    assert harness.done(10) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
-    assert harness.done(11) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
+    assert harness.done(10) == 2 * harness.source.block_bytes, "the byte count is wrong"
+    assert harness.done(11) == 2 * harness.source.block_bytes, "the byte count is wrong"
     harness.log.await_received(1, 4)
-    assert harness.log.received(1) == [0, 1, 3, 2], "blocks arrive in the order of the pushes"
+    assert harness.log.received(1) == [0, 1, 3, 2], (
+        "blocks did not arrive in the order of the pushes"
+    )
     for index, slot in enumerate([9, 3, 5, 11]):
         same = np.array_equal(harness.target.rows[slot], harness.source.rows[index])
-        assert same, "block i of a lease goes to its slot i"
+        assert same, "block i of a lease is not in its slot i"
     others = set(range(_NUM_SLOTS)) - {9, 3, 5, 11}
     assert harness.untouched(sorted(others)), "a slot outside the lease was written"
     harness.receiver.fence(1)
     closed = harness.log.closed(1)
-    assert closed.num_bytes == 4 * harness.source.block_bytes, "the byte count is exact"
-    assert closed.blocks == frozenset(range(4)), "the final event names every block"
+    assert closed.num_bytes == 4 * harness.source.block_bytes, "the final byte count is wrong"
+    assert closed.blocks == frozenset(range(4)), "the final event does not name every block"
 
 
 def check_a_partial_block_is_its_leading_bytes(harness: LinkHarness) -> None:
@@ -121,10 +123,12 @@ def check_a_partial_block_is_its_leading_bytes(harness: LinkHarness) -> None:
     )
     harness.sender().push(push)
 
-    assert harness.done(1) == 100, "a partial block counts as its bytes"
+    assert harness.done(1) == 100, "the byte count of a partial block is wrong"
     harness.log.await_received(1, 1)
     row = harness.target.rows[0]
-    assert np.array_equal(row[:100], harness.source.rows[4][:100]), "its bytes arrive"
+    assert np.array_equal(row[:100], harness.source.rows[4][:100]), (
+        "the bytes of a partial block are wrong"
+    )
     assert not row[100:].any(), "bytes beyond a partial block were written"
 
 
@@ -135,10 +139,16 @@ def check_a_push_outside_its_lease_touches_nothing(harness: LinkHarness) -> None
     sender.push(harness.push(2, 1, [2]))
     sender.push(harness.push(3, 1, [0]))
 
-    assert harness.failure(1) is PushFailure.FENCED, "a lease that never was takes nothing"
-    assert harness.failure(2) is PushFailure.OUTSIDE, "an index that the lease does not have"
-    assert harness.done(3) == harness.source.block_bytes, "a refusal harms no later push"
-    assert harness.untouched(range(1, _NUM_SLOTS)), "a refused push has written"
+    assert harness.failure(1) is PushFailure.FENCED, (
+        "a push to a lease that was never opened was not refused"
+    )
+    assert harness.failure(2) is PushFailure.OUTSIDE, (
+        "a push of a block outside the lease was not refused"
+    )
+    assert harness.done(3) == harness.source.block_bytes, (
+        "a push failed because an earlier one was refused"
+    )
+    assert harness.untouched(range(1, _NUM_SLOTS)), "a refused push wrote to a slot"
 
 
 def check_a_block_is_received_once(harness: LinkHarness) -> None:
@@ -151,9 +161,9 @@ def check_a_block_is_received_once(harness: LinkHarness) -> None:
     harness.source.rows[0] += 1
     sender.push(harness.push(2, 1, [0, 1]))
 
-    assert harness.done(2), "a block that is there already is not a failure"
+    assert harness.done(2), "a push failed because a block was received before"
     harness.log.await_received(1, 2)
-    assert harness.log.received(1) == [0, 1], "a block is received once"
+    assert harness.log.received(1) == [0, 1], "a block was reported as received twice"
     assert np.array_equal(harness.target.rows[0], first), "a received block was written again"
 
 
@@ -171,17 +181,23 @@ def check_after_a_fence_nothing_is_written(harness: LinkHarness) -> None:
     harness.target.rows[:] = 0
     harness.source.gate.set()
 
-    assert closed.blocks == frozenset({0}), "blocks received before the fence are counted"
-    assert harness.failure(2) is PushFailure.FENCED, "a push after the fence is told so"
+    assert closed.blocks == frozenset({0}), (
+        "the final event does not name exactly the blocks received before the fence"
+    )
+    assert harness.failure(2) is PushFailure.FENCED, (
+        "a push after the fence did not fail as fenced"
+    )
     assert harness.untouched(range(_NUM_SLOTS)), "bytes were written after the lease was closed"
-    assert len(harness.log.closings(1)) == 1, "a lease is closed once"
+    assert len(harness.log.closings(1)) == 1, "a lease was not closed exactly once"
 
 
 def check_a_fence_answers_without_any_sender(harness: LinkHarness) -> None:
     harness.receiver.open(1, [0])
     harness.receiver.fence(1)
 
-    assert harness.log.closed(1, 1.0).num_bytes == 0, "nothing was received"
+    assert harness.log.closed(1, 1.0).num_bytes == 0, (
+        "a lease without a sender reports received bytes"
+    )
 
 
 def check_cancel_gives_up_what_has_not_begun(harness: LinkHarness) -> None:
@@ -194,11 +210,11 @@ def check_cancel_gives_up_what_has_not_begun(harness: LinkHarness) -> None:
     sender.push(harness.push(3, 2, [1]))
     sender.cancel(2)
 
-    assert harness.failure(2) is PushFailure.CANCELLED, "a cancelled push has an outcome"
-    assert harness.failure(3) is PushFailure.CANCELLED, "a cancelled push has an outcome"
+    assert harness.failure(2) is PushFailure.CANCELLED, "a push was not cancelled"
+    assert harness.failure(3) is PushFailure.CANCELLED, "a push was not cancelled"
     harness.source.gate.set()
-    assert harness.done(1), "another lease's push goes on"
-    assert harness.untouched([1, 2]), "a cancelled push has written"
+    assert harness.done(1), "a push of another lease was cancelled"
+    assert harness.untouched([1, 2]), "a cancelled push wrote to a slot"
 
 
 def check_a_late_push_fails_at_its_deadline(harness: LinkHarness) -> None:
@@ -206,8 +222,10 @@ def check_a_late_push_fails_at_its_deadline(harness: LinkHarness) -> None:
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0], wait_s=-1.0))
 
-    assert harness.failure(1) is PushFailure.TIMEOUT, "a push that is late already"
-    assert harness.untouched([0]), "a late push has written"
+    assert harness.failure(1) is PushFailure.TIMEOUT, (
+        "a push whose deadline has passed did not time out"
+    )
+    assert harness.untouched([0]), "a push whose deadline has passed wrote to a slot"
 
 
 def check_a_deadline_can_be_extended(harness: LinkHarness) -> None:
@@ -223,7 +241,7 @@ def check_a_deadline_can_be_extended(harness: LinkHarness) -> None:
         pause.wait(0.02)
     harness.target.gate.set()
 
-    assert harness.done(1), "a push goes on until its extended deadline"
+    assert harness.done(1), "a push failed before its extended deadline"
 
 
 def check_many_leases_at_once(harness: LinkHarness) -> None:
@@ -238,9 +256,13 @@ def check_many_leases_at_once(harness: LinkHarness) -> None:
         for index in range(3):
             harness.done(100 * lease + index)
         harness.receiver.fence(lease)
-        assert harness.log.closed(lease).blocks == frozenset(range(3)), "every block of each"
+        assert harness.log.closed(lease).blocks == frozenset(range(3)), (
+            "a lease is missing blocks"
+        )
         rows = harness.target.rows[3 * (lease - 1) : 3 * lease]
-        assert np.array_equal(rows, harness.source.rows[:3]), "leases got mixed up"
+        assert np.array_equal(rows, harness.source.rows[:3]), (
+            "a slot has the block of another lease"
+        )
 
 
 def check_closing_a_sender_ends_every_push(harness: LinkHarness) -> None:
@@ -254,8 +276,10 @@ def check_closing_a_sender_ends_every_push(harness: LinkHarness) -> None:
     sender.push(harness.push(99, 1, [0]))
 
     for job in (*jobs, 99):
-        assert len(harness.log.outcomes(job)) == 1, "close delivers each outcome, once"
-    assert harness.failure(99) is PushFailure.CLOSED, "nothing is pushed after close"
+        assert len(harness.log.outcomes(job)) == 1, (
+            "a push does not have exactly one outcome after close"
+        )
+    assert harness.failure(99) is PushFailure.CLOSED, "a push after close was not refused"
 
 
 def check_closing_a_receiver_ends_everything(harness: LinkHarness) -> None:
@@ -271,17 +295,19 @@ def check_closing_a_receiver_ends_everything(harness: LinkHarness) -> None:
     harness.target.rows[:] = 0
     for job in range(20):
         harness.log.outcome(job)
-        assert len(harness.log.outcomes(job)) == 1, "exactly one outcome"
-    assert harness.untouched(range(_NUM_SLOTS)), "bytes landed in a closed receiver"
+        assert len(harness.log.outcomes(job)) == 1, "a push does not have exactly one outcome"
+    assert harness.untouched(range(_NUM_SLOTS)), (
+        "bytes were written after the receiver was closed"
+    )
 
 
-def check_nobody_there_is_an_outcome(harness: LinkHarness) -> None:
+def check_a_push_without_a_receiver_fails(harness: LinkHarness) -> None:
     sender = harness.sender()
     harness.receiver.close()
     sender.push(harness.push(1, 1, [0]))
 
     gone = (PushFailure.UNREACHABLE, PushFailure.LOST)
-    assert harness.failure(1) in gone, "a push to an address without a receiver fails"
+    assert harness.failure(1) in gone, "a push to an address without a receiver did not fail"
 
 
 CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
@@ -297,6 +323,6 @@ CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
     check_many_leases_at_once,
     check_closing_a_sender_ends_every_push,
     check_closing_a_receiver_ends_everything,
-    check_nobody_there_is_an_outcome,
+    check_a_push_without_a_receiver_fails,
 )
 """All rules, to be run one by one."""

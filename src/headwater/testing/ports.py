@@ -6,7 +6,9 @@ from threading import Event
 
 _TRIES = 1500
 _PAUSE_S = 0.02
-"""Between two tries; together they are the 30 seconds that a server may take to start."""
+"""Pause between two tries; all tries together take the 30 seconds that a server may take to
+start.
+"""
 
 
 def free_port() -> int:

@@ -85,7 +85,7 @@ def read_run(
     """Read each key, and check that every block reported as read has the right bytes."""
     views = [memoryview(bytearray(block_bytes)) for _ in keys]
     outcomes = backend.read(keys, views, timeout_s=_TIMEOUT_S)
-    assert len(outcomes) == len(keys), "one outcome a block"
+    assert len(outcomes) == len(keys), "read() must return one outcome per block"
     for key, view, outcome in zip(keys, views, outcomes, strict=True):
         if outcome is BlockRead.READ:
             assert view == make_block(key, block_bytes), "a block with wrong bytes was served"
@@ -100,10 +100,12 @@ def _check_empty(backend: StorageBackend, block_bytes: int) -> None:
     assert backend.write([], [], parents=[], timeout_s=_TIMEOUT_S) == []
     assert backend.remove([], timeout_s=_TIMEOUT_S) == 0
     assert backend.contains([keys], timeout_s=_TIMEOUT_S)[0] == 0, (
-        "found what was never written"
+        "contains() finds a block that was never written"
     )
     assert read_run(backend, keys, block_bytes) == [BlockRead.ABSENT] * 3
-    assert backend.remove(keys, timeout_s=_TIMEOUT_S) == 0, "removed what was never there"
+    assert backend.remove(keys, timeout_s=_TIMEOUT_S) == 0, (
+        "remove() counts a block that was never written"
+    )
 
 
 def _check_round_trip(backend: StorageBackend, block_bytes: int) -> None:
@@ -127,11 +129,11 @@ def _check_leading_run(backend: StorageBackend, block_bytes: int) -> None:
     write_run(backend, [first, last], block_bytes)
 
     assert backend.contains([[first, hole, last]], timeout_s=_TIMEOUT_S)[0] == 1, (
-        "counts past a hole"
+        "contains() counts blocks after a missing one"
     )
     runs = [[hole, first], [first], [], [first, hole], [last, first]]
     assert backend.contains(runs, timeout_s=_TIMEOUT_S) == [0, 1, 0, 1, 2], (
-        "runs of one call are not counted each on its own"
+        "contains() does not count each run separately"
     )
     outcomes = read_run(backend, [first, hole, last], block_bytes)
     assert outcomes == [BlockRead.READ, BlockRead.ABSENT, BlockRead.READ]
@@ -166,7 +168,9 @@ def _check_remove(backend: StorageBackend, block_bytes: int) -> None:
     assert read_run(backend, keys, block_bytes)[1] is BlockRead.ABSENT
     assert write_run(backend, [keys[1]], block_bytes) == [BlockWrite.WRITTEN]
     assert read_run(backend, keys, block_bytes) == [BlockRead.READ] * 4
-    assert backend.remove(None, timeout_s=_TIMEOUT_S) >= 4, "all that there is does not count"
+    assert backend.remove(None, timeout_s=_TIMEOUT_S) >= 4, (
+        "remove(None) does not count every block"
+    )
     assert backend.contains([keys], timeout_s=_TIMEOUT_S) == [0], "a removed block is found"
     assert backend.remove(None, timeout_s=_TIMEOUT_S) == 0
     assert write_run(backend, keys, block_bytes) == [BlockWrite.WRITTEN] * 4
@@ -199,7 +203,7 @@ def _check_wrong_buffer(backend: StorageBackend, block_bytes: int) -> None:
             call()
         except StorageError:
             continue
-        raise AssertionError("took a buffer that is not the size of a block")
+        raise AssertionError("a buffer of the wrong size was accepted")
 
 
 def _check_threads(backend: StorageBackend, block_bytes: int) -> None:
@@ -222,7 +226,7 @@ def _check_other_model(make: MakeStorage, ours: StorageBackend, block_bytes: int
     theirs = make(make_format("another model", block_bytes=block_bytes))
     try:
         outcomes = read_run(theirs, keys, block_bytes)
-        assert BlockRead.READ not in outcomes, "served the block of another model"
+        assert BlockRead.READ not in outcomes, "the block of another model was returned"
     finally:
         theirs.close()
 
@@ -235,7 +239,9 @@ def _check_durable(make: MakeStorage, block_bytes: int) -> None:
 
     after = make(form)
     try:
-        assert after.contains([keys], timeout_s=_TIMEOUT_S)[0] == 3, "lost when closed"
+        assert after.contains([keys], timeout_s=_TIMEOUT_S)[0] == 3, (
+            "blocks are lost when the backend is closed"
+        )
         assert read_run(after, keys, block_bytes) == [BlockRead.READ] * 3
     finally:
         after.close()

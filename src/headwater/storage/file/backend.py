@@ -79,7 +79,7 @@ class FileConfig:
         if geometry.total_bytes > self.capacity_bytes:
             raise ConfigError(
                 f"capacity_bytes is {self.capacity_bytes}, but a slab of one block takes "
-                f"{geometry.total_bytes}; raise it"
+                f"{geometry.total_bytes}; raise capacity_bytes"
             )
         return geometry
 
@@ -280,7 +280,7 @@ class FileStorage:
             return True
 
     def _new_slab(self) -> Slab | None:
-        """None without room; `_full_reason` then says where."""
+        """A new slab; None if there is no room. Then `_full_reason` says why."""
         config, before = self._config, self._full_reason
         self._full_reason = "no_room"
         try:

@@ -89,7 +89,7 @@ class SlotIndex:
         return copies
 
     def learn(self, slab: Slab, changes: Iterable[tuple[int, Entry | None]]) -> None:
-        """Changes in another process's slab."""
+        """Apply changes in another process's slab."""
         with self._lock:
             for slot, entry in changes:
                 self._unlearn((id(slab), slot))
@@ -129,7 +129,7 @@ class SlotIndex:
             return place
 
     def release(self, place: SlotEntry) -> None:
-        """The end of a lease."""
+        """End a lease."""
         name = _name(place)
         with self._lock:
             if name in self._leases:

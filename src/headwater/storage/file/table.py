@@ -213,19 +213,19 @@ def _encode_head(geometry: Geometry) -> bytes:
 
 def _decode_head(raw: bytes) -> Geometry:
     if len(raw) < _HEAD.size + _CHECK.size or raw[:8] != _MAGIC:
-        raise StorageCorrupt("a slab table has no head", reason="bad_table")
+        raise StorageCorrupt("the slab table has no head", reason="bad_table")
     head, (check,) = raw[: _HEAD.size], _CHECK.unpack(raw[_HEAD.size :])
     _, version, entry_bytes, fingerprint, block_bytes, slot_bytes, num_slots = _HEAD.unpack(
         head
     )
     if check != zlib.crc32(head) or entry_bytes != ENTRY_BYTES or version != _VERSION:
         raise StorageCorrupt(
-            f"a slab table of version {version} or damaged", reason="bad_table"
+            f"the slab table has version {version} or is damaged", reason="bad_table"
         )
     form = BlockFormat(fingerprint=fingerprint, block_bytes=block_bytes)
     geometry = Geometry(form, num_slots)
     if slot_bytes != geometry.slot_bytes:
-        raise StorageCorrupt("a slab table with other slots", reason="bad_table")
+        raise StorageCorrupt("the slab table has another slot size", reason="bad_table")
     return geometry
 
 

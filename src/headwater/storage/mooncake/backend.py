@@ -36,7 +36,9 @@ _ABSENT = frozenset({-704, -703})
 _NO_ROOM = -200
 
 _NO_REQUEST = bytes(64)
-"""Not a request in Mooncake's protocol: a master that runs closes the connection."""
+"""Bytes that are not a request in Mooncake's protocol, so that a running master closes the
+connection.
+"""
 
 
 class MooncakeStorage:
@@ -49,8 +51,8 @@ class MooncakeStorage:
         clock: Clock,
         memory: memoryview | None = None,
     ) -> None:
-        """Join the pool; StorageTimeout where the master does not answer, ConfigError where joining
-        fails."""
+        """Join the pool. Raises StorageTimeout if the master does not answer, ConfigError if
+        joining fails."""
         self._config = config
         self._form = form
         self._clock = clock
@@ -152,8 +154,8 @@ class MooncakeStorage:
             self._memory = (start, start + len(memory))
 
     def _master_answers(self) -> bool:
-        """Whether the master answers; False where no process listens, StorageTimeout where one
-        does and is silent. A stopped master accepts connections, in the kernel."""
+        """Whether the master answers. False if no process listens; raises StorageTimeout if one
+        listens and is silent. A stopped master accepts connections, in the kernel."""
         host, _, port = self._config.master.rpartition(":")
         if not port.isdigit():
             # another kind of address, such as etcd://, that only Mooncake understands

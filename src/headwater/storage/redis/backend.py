@@ -73,8 +73,8 @@ class RedisStorage:
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
-        """Connect and check the server: ConfigError where it cannot work, StorageTimeout where
-        it does not answer, a log line for each thing that limits it."""
+        """Connect and check the server. Raises ConfigError if it cannot work and StorageTimeout
+        if it does not answer; logs each limitation."""
         config = read_settings(RedisConfig, settings, "redis")
         storage = cls(config, opening.format, opening.clock)
         try:

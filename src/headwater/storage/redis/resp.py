@@ -26,7 +26,7 @@ _MAX_SMALL_BYTES = 1 << 20
 _LENGTH = re.compile(rb"\d{1,10}")
 """Most digits of a length or count. `int` would accept longer ones, but they are invalid."""
 
-_MAX_PARTS = 512  # of one sendmsg; the kernel allows 1024
+_MAX_PARTS = 512  # parts of one sendmsg; the kernel allows 1024
 _TICK_S = 0.05  # longest time in one system call; the deadline is checked in between
 
 
