@@ -103,7 +103,8 @@ class Driver:
         return result
 
     def finish(self, *sequences: Running, count: int) -> None:
-        """Whole prompts, then joint steps until each has `count` new tokens."""
+        """Compute whole prompts, then joint steps until each sequence has `count` new
+        tokens."""
         while todo := [s for s in sequences if len(s.output) < count]:
             self.step(*((s, len(s.tokens) - s.num_computed) for s in todo))
 

@@ -25,7 +25,7 @@ SMALL = LlamaShape(layers=1, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8)
 
 
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
-    """Two folders, one fingerprint; another seed, another."""
+    """Two folders made from one seed have one fingerprint; another seed gives another one."""
     first, second, other = (
         fingerprint(make_llama(tmp_path / name, SMALL, seed=seed))
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
@@ -86,7 +86,7 @@ def test_a_broken_generation_config_gets_a_message(
 
 
 def test_the_generation_config_names_the_end(tmp_path: Path) -> None:
-    """One id or several; without them, the model's own config is used."""
+    """It may name one id or several; without them, the model's own config is used."""
     folder = make_llama(tmp_path / "model", SMALL, seed=0)
     path = folder / "generation_config.json"
     path.write_text('{"eos_token_id": [3, 5]}')
@@ -114,7 +114,7 @@ def test_the_first_of_two_processes_that_make_the_model_wins(tmp_path: Path) -> 
 
 
 def test_the_cache_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`HEADWATER_CACHE`, or the usual place in the home folder."""
+    """It is `HEADWATER_CACHE`, or the usual place in the home folder."""
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.delenv("HEADWATER_CACHE")

@@ -35,7 +35,8 @@ def pool_keys(pool: KVPool, slots: list[int], count: int) -> torch.Tensor:
 
 
 def test_a_new_buffer_is_a_copy_of_the_pool(pool: KVPool, buffers: ContiguousKV) -> None:
-    """All layers and heads of the tokens before this step, in position order (lesson 22)."""
+    """It has all layers and heads of the tokens before this step, in position order (lesson
+    22)."""
     tables = np.array([[5, 2], [7, 0]])
 
     placed, end = buffers.place(NAMES, tables, np.array([7, 5]))
@@ -62,8 +63,8 @@ def test_a_buffer_is_kept_from_step_to_step(pool: KVPool, buffers: ContiguousKV)
 def test_a_buffer_that_cannot_be_proved_is_filled_again(
     pool: KVPool, buffers: ContiguousKV, change: str
 ) -> None:
-    """After another write to a slot, with another slot, or after a missed step: never a wrong
-    block."""
+    """This happens after another write to a slot, with another slot, and after a missed step,
+    so no wrong block is read."""
     tables = np.array([[5, 2]])
     placed, _ = buffers.place(NAMES[:1], tables, np.array([6]))
     buffers.advance(placed, tables, np.array([6]))
@@ -88,7 +89,7 @@ def test_one_long_row_among_short_ones_is_left_out(buffers: ContiguousKV) -> Non
 
 
 def test_rows_that_do_not_fit_are_left_out(pool: KVPool) -> None:
-    """The longest first; with no memory at all there are no buffers."""
+    """The longest rows are left out first; with no memory at all there are no buffers."""
     token_bytes = pool.num_bytes // (pool.num_blocks * pool.block_tokens)
 
     assert not ContiguousKV(pool, max_buffers=8, max_bytes=0).choose(np.array([4, 4])).any()

@@ -56,7 +56,8 @@ class CopierHarness:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_come_back_as_they_were(dtype):
-    """Lesson 22: each block where the plan says, in any order of slots; nothing else changes."""
+    """Lesson 22: each block arrives in the slot that the plan names, in any order of slots;
+    nothing else changes."""
     harness = CopierHarness(dtype)
     harness.pool.data.copy_(torch.randn(harness.pool.data.shape).to(dtype))
     before = harness.pool.data.clone()

@@ -9,7 +9,7 @@ from headwater.device.counter_random import uniform
 
 @given(st.integers(), st.integers(min_value=0, max_value=2**31))
 def test_the_same_seed_and_position_give_the_same_number(seed: int, position: int) -> None:
-    """Alone or in a batch, for any integer seed, and never 1."""
+    """This holds alone and in a batch, for any integer seed; the number is never 1."""
     alone = uniform([seed], np.array([position]))
     among = uniform([seed + 1, seed, 7], np.array([position, position, 0]))
 
@@ -18,7 +18,8 @@ def test_the_same_seed_and_position_give_the_same_number(seed: int, position: in
 
 
 def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
-    """Uniform over positions and over seeds, without correlation between neighbours."""
+    """Numbers are uniform over positions and over seeds, without correlation between
+    neighbours."""
     count = 20_000
     by_position = uniform([3] * count, np.arange(count))
     by_seed = uniform(range(count), np.zeros(count, dtype=np.int64))

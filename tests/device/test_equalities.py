@@ -24,7 +24,8 @@ def test_block_size_and_slot_order_do_not_matter(
     block_tokens: int,
     contiguous_bytes: int,
 ) -> None:
-    """Blocks of any size, in shuffled slots, attended alone or in buffers."""
+    """Blocks of any size in shuffled slots, attended alone or in buffers, give the same
+    tokens."""
     driver = Driver(llama, block_tokens=block_tokens, contiguous_bytes=contiguous_bytes)
     sequence = driver.add(prompt(WHOLE))
 
@@ -51,7 +52,8 @@ def test_chunked_equals_whole(
 def test_a_mixed_batch_equals_separate_ones(
     llama: LoadedModel, llama_reference: Reference, truth: tuple[list[int], list[float]]
 ) -> None:
-    """Decodes and prompt chunks in one packed batch, in any order of rows."""
+    """Decodes and prompt chunks give the same tokens in one packed batch, in any order of
+    rows."""
     driver = Driver(llama)
     old = driver.add(prompt(WHOLE), name="old")
     new, late = (driver.add(prompt(n, seed=n), name=str(n)) for n in (50, 23))

@@ -30,7 +30,7 @@ COUNT = 16
 
 
 def test_every_served_family_is_tested() -> None:
-    """Every served family is also compared."""
+    """Every family that is served is compared with `generate`."""
     assert set(FAMILIES) == SERVED
 
 

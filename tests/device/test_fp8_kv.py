@@ -68,7 +68,8 @@ def test_heads_are_rounded_as_the_format_says(dtype: torch.dtype) -> None:
 
 
 def test_a_block_holds_numbers_and_scales_in_one_piece(fp8: LoadedModel) -> None:
-    """Twice the tokens of a 16-bit type, except for one byte per head; another kv_format."""
+    """It holds twice the tokens of a 16-bit type, except for one byte per head, and has another
+    kv_format."""
     pool = Fp8KVPool(fp8, num_blocks=6, block_tokens=4)
     heads = 2 * fp8.num_layers * 4 * fp8.kv_heads
     keys, values = torch.randn(2, 5, fp8.kv_heads, fp8.head_dim).unbind(0)
@@ -98,7 +99,8 @@ def outputs(model: LoadedModel, **settings: Any) -> list[list[int]]:
 
 
 def test_chunks_and_caching_change_no_token_with_8_bit_kv(fp8: LoadedModel) -> None:
-    """Whole or in chunks, in buffers or alone, in blocks of any size, cached or not."""
+    """Prompts give the same tokens whole or in chunks, in buffers or alone, in blocks of any
+    size, cached or not."""
     expected = outputs(fp8)
 
     assert outputs(fp8, contiguous_bytes=0) == expected
@@ -153,7 +155,8 @@ def test_windows_sinks_and_soft_caps_use_8_bit_kv(family_name: str, family: Any)
 def test_hand_offs_carry_latent_kv(
     link: str, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Disaggregated equals local: blocks pushed in place, and through staging buffers."""
+    """Tokens are the same as without a hand-off, with blocks pushed in place and through
+    staging buffers."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
     if staged:
         monkeypatch.setattr(peers, "_in_place", peers._staged)

@@ -56,7 +56,7 @@ def line_of(process: "subprocess.Popen[str]", begins: str) -> str:
 
 
 def test_blocks_arrive_from_another_process_byte_for_byte(start: Start) -> None:
-    """In the slots of the lease, in any order of slots."""
+    """They arrive in the slots of the lease, in any order of slots."""
     pool, log = make_pool(), EventLog()
     receiver = Links(CONFIG, CudaBlocks(pool), log).listen("cuda")
     slots = [(7 * at + 5) % NUM_BLOCKS for at in range(NUM_BLOCKS)]
@@ -102,7 +102,7 @@ def test_a_sender_killed_during_copies_leaves_right_blocks_and_frees_its_memory(
 
 
 def test_a_receiver_that_is_killed_fails_every_push(start: Start) -> None:
-    """And the sender's memory is as usable as before (lesson 53)."""
+    """The sender's memory is as usable as before (lesson 53)."""
     far = start("receive")
     address = line_of(far, "cuda")
     pool, log = make_pool(seed=5), EventLog()
@@ -154,5 +154,5 @@ def test_memory_that_cannot_be_mapped_is_refused(kind: str) -> None:
 
 
 def test_a_private_pool_offers_nothing() -> None:
-    """Only a pool that was asked for can be mapped."""
+    """Peers can map only a pool that was made `shared`."""
     assert CudaBlocks(make_pool(shared=False)).file is None

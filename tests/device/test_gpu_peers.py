@@ -24,7 +24,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("link", ["tcp", "shm", "cuda"])
 def test_disaggregated_equals_local_on_a_gpu(link: str) -> None:
-    """Token for token in float32, over conversations."""
+    """Conversations give the same tokens in float32."""
     with (
         RealPair(link, **ON_GPU) as pair,
         RealPair(link, prefix_caching=False, **ON_GPU) as plain,
@@ -37,7 +37,7 @@ def test_disaggregated_equals_local_on_a_gpu(link: str) -> None:
 
 
 def test_the_second_turn_moves_only_what_is_new_on_a_gpu() -> None:
-    """In bytes: D has the first turn and its answer (lesson 55)."""
+    """Bytes are counted: D has the first turn and its answer already (lesson 55)."""
     with RealPair(**ON_GPU) as pair:
         prompt = [(at * 37) % 256 for at in range(10 * BLOCK_TOKENS)]
         (answer,) = pair.serve(make_real_request("a", prompt, max_tokens=2 * BLOCK_TOKENS + 1))

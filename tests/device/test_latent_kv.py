@@ -72,7 +72,7 @@ def test_chunked_and_cached_equal_generate(
     sizes: tuple[int, ...],
     contiguous_bytes: int,
 ) -> None:
-    """In buffers or alone; a second sequence reads the blocks of the first."""
+    """This holds in buffers and alone; a second sequence reads the blocks of the first."""
     driver = Driver(model, contiguous_bytes=contiguous_bytes)
     first = driver.add(prompt(WHOLE), name="first")
     for size in sizes:
@@ -117,7 +117,7 @@ def test_lower_tiers_and_preemption_change_no_token(folder: Path, tmp_path: Path
 def test_hand_offs_carry_latent_kv(
     link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Disaggregated equals local."""
+    """Tokens are the same as without a hand-off."""
     folder = save_family("deepseek_v3", tmp_path, vocab_size=512)
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
     with (

@@ -33,7 +33,7 @@ def test_the_default_pool_is_measured_and_bounded(llama: LoadedModel) -> None:
 
 
 def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) -> None:
-    """No buffers, nine tenths by default, no other bound; a larger step leaves less."""
+    """There are no buffers; the default share is nine tenths, and a larger step leaves less."""
     model = replace(llama, device=torch.device("cuda", 0))
     free = 63 << 30
 

@@ -82,7 +82,7 @@ def test_layers_that_cannot_be_split_are_refused(
 def test_two_ranks_give_the_tokens_of_one_in_every_family(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """The same for every family that is served."""
+    """This holds for every family that is served."""
     _compare(two_ranks, family(name))
 
 

@@ -9,7 +9,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_entries_have_what_the_objects_say() -> None:
-    """Each object has one entry, in any order and however often it is used."""
+    """Each object has one entry, in whatever order and however often it is used."""
     table = SamplingTable(8)
     asked = [GREEDY, SamplingParams(temperature=0.5, top_k=7, seed=-1, logprobs=3), GREEDY]
 

@@ -48,7 +48,8 @@ def test_two_parts_equal_one_softmax_over_all(
 
 
 def test_only_a_worthwhile_prefix_is_shared() -> None:
-    """Whole blocks before every row's own token, in many rows, and a large part of them."""
+    """A prefix is shared if it has whole blocks before every row's own token, in many rows, and
+    is a large part of them."""
     tables = np.tile(np.arange(10), (8, 1))
     tables[:, 9] += np.arange(8)
     contexts = np.full(8, 155)

@@ -25,7 +25,8 @@ def test_a_runner_computes_every_step(llama: LoadedModel) -> None:
 
 
 def test_warm_up_has_every_kind_of_step() -> None:
-    """Whole prompts and chunks, with and without a prefix, beside decodes; all sampling."""
+    """There are whole prompts and chunks, with and without a prefix, beside decodes, and every
+    kind of sampling."""
     kinds, params, most = set(), set(), 0
     for batch in warm_steps(LIMITS):
         counts = np.diff(batch.query_start)
@@ -55,7 +56,7 @@ def test_warm_up_has_every_kind_of_step() -> None:
     block_tokens=st.sampled_from([16, 64]),
 )
 def test_steps_stay_within_the_limits(max_rows, max_tokens, max_context, block_tokens):
-    """Of any engine, down to one row of one token."""
+    """This holds for any limits, down to one row of one token."""
     limits = WarmLimits(max_rows, max_tokens, max_context, block_tokens)
     for batch in warm_steps(limits):
         assert 1 <= batch.num_rows <= max_rows

@@ -3,8 +3,8 @@
 Attention through block tables would copy every block of every sequence in every step. A
 buffer holds one sequence's KV as plain matrices, gets one token per step, and is read in place.
 
-    keys, values   [layers, buffers * kv_heads, buffer_tokens, head_dim]; one matrix where a pool
-                   has one plane
+keys, values   [layers, buffers * kv_heads, buffer_tokens, head_dim]; one matrix if the pool has
+one plane
 
 A buffer is used only while it is provably valid: the same slots, the expected number of tokens,
 and no write to any of these slots since (`KVPool.writes`). Otherwise it is filled again from

@@ -132,5 +132,5 @@ def can_pack() -> bool:
 
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Equal except for the order of additions."""
+    """Whether two results are equal except for the order of additions."""
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -76,7 +76,7 @@ class LoadedModel:
     """The part of the weights on this rank; None means all of them."""
 
     total_kv_heads: int = 0
-    """Of the whole model; 0 means the same as on this rank."""
+    """KV heads of the whole model; 0 means the same number as on this rank."""
 
     def layout(self, block_tokens: int) -> KVLayout:
         """The layout of a block on this rank, with its KV heads."""
@@ -159,7 +159,7 @@ def load(
 
 
 def _unnamed(folder: Path) -> bytes:
-    """Instead of a fingerprint, on ranks that compute no block keys."""
+    """An empty fingerprint, for ranks that compute no block keys."""
     return b""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from headwater.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format."""
+"""Longest header that the format allows."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -89,7 +89,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of one file. A ModelError if it is damaged or cut short."""
+    """The tensors of one file. Raises ModelError if the file is damaged or truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

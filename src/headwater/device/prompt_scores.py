@@ -32,7 +32,7 @@ class PromptScores:
             self._tables.append(LogprobTable(logits, chosen, counts[start:end]))
 
     def read(self) -> dict[int, list[TokenLogprobs]]:
-        """By row of the batch. The device must have finished the step."""
+        """The scores by row of the batch. The device must have finished the step."""
         found = [entry for table in self._tables for entry in table.read() if entry is not None]
         scores: dict[int, list[TokenLogprobs]] = {}
         for row, (targets, _) in self._batch.scored.items():

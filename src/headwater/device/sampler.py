@@ -42,10 +42,10 @@ class SampledRows:
 
     prompt_lens: Sequence[int]
     histories: dict[int, History]
-    """Of the penalised rows."""
+    """Histories of the penalised rows."""
 
     masks: StepMasks | None = None
-    """Of the rows with a grammar; None if there are none."""
+    """Masks of the rows with a grammar; None if there are none."""
 
 
 class Sampler:

@@ -35,8 +35,9 @@ _MAX_CHUNK_ROWS = 256
 the weights."""
 
 _MAX_CHUNK_KEYS = 1 << 16
-"""Most keys that such rows may read: as many as a tenth of the step of a model with 8 billion
-weights takes. A chunk would read each key once."""
+"""Most keys that such rows may read. Reading them takes a tenth of the step of a model with 8
+billion weights; a chunk would read each key only once.
+"""
 
 
 def batch_size_buckets(max_rows: int) -> list[int]:

@@ -200,7 +200,7 @@ def _mlp(module: nn.Module | None) -> DenseMLP | MoeBlock | None:
         if parts.gate_up_proj.bias is not None:
             return None
         if isinstance(parts.gate_up_proj, QuantizedLinear):
-            return None  # there, gate and up are not interleaved
+            return None  # its gate and up rows are not interleaved
         gate_up = _gate_up_in_turn(module)
         return DenseMLP(gate_up=gate_up, down=linear_weight(down), activation=kind)
     gate, up = getattr(parts, "gate_proj", None), getattr(parts, "up_proj", None)

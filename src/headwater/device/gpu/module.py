@@ -24,7 +24,7 @@ class ModuleDecoder:
         self.heads = own_heads(module)
 
     def logits(self, step: PackedStep, chosen: Tensor) -> Tensor:
-        """Of the sampled rows."""
+        """Logits of the sampled rows."""
         carried = chosen.index_select(0, step.carry.clamp(min=0))
         tokens = torch.where(step.carry >= 0, carried, step.tokens)
         output = self._module(

@@ -117,8 +117,8 @@ class ExportedMemory:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """DeviceError if there is not enough memory, or none that can be exported."""
-        torch.cuda.synchronize(device)  # makes the context
-        torch.cuda.empty_cache()  # what torch keeps for later is not free for the driver
+        torch.cuda.synchronize(device)  # creates the context
+        torch.cuda.empty_cache()  # memory that torch keeps for later is not free for the driver
         driver = Driver(device)
         wanted = driver.properties()
         smallest = driver.cuda.CUmemAllocationGranularity_flags

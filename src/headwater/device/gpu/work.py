@@ -17,8 +17,9 @@ half."""
 
 _SPARE = 64
 _SPARE_OF_ONE = 256
-"""Entries in addition to one per row; and the number with a single KV head. Rows are cut so
-that they need no more."""
+"""Entries in addition to one per row, and their number with a single KV head. Rows are cut into
+pieces that fit into these entries.
+"""
 
 
 _PROGRAMS = 512
@@ -29,8 +30,9 @@ tile."""
 
 _MIN_HOPPER_PROGRAMS = 96
 _MIN_HOPPER_SCORES = 1 << 19
-"""When there are many tiles: a tile for almost every processor; and queries times keys of all
-rows."""
+"""Least number of tiles, about one per processor, and least product of queries and keys over
+all rows for which the Hopper kernel is used.
+"""
 
 
 class Pieces(NamedTuple):

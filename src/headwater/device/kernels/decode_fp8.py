@@ -6,7 +6,7 @@ is a power of two and is added to its scores, which are logarithms to the base o
 of weights is corrected for it. Weights stay within float16, because the highest score is
 subtracted after that. Queries are divided by a power of two for the same reason.
 
-As in `decode_tma`, scores are `[keys, queries]`, and TMA loads tiles where the layout allows it.
+As in `decode_tma`, scores are `[keys, queries]`, and TMA loads tiles if the layout allows it.
 """
 
 import torch

@@ -28,7 +28,9 @@ MIN_EAGER_ROWS = 1024
 host longer than few rows take the device."""
 
 _BAND = 16
-"""Tiles that run together share what they read: this many down, then as many beside them."""
+"""Tiles run in bands of this many rows of tiles, so that tiles that run together read the same
+memory.
+"""
 
 _MAX_PADDING = 1.15
 """Limit of padded rows over rows: more padding costs more than the fused activation saves."""

@@ -112,8 +112,8 @@ def _keys_seen(
         total = total * decay + tl.sum(weights, 1)
         summed = summed * decay[:, None]
         if FP8:
-            # Relative to the largest of the tile; otherwise float16 could not represent small
-            # ones.
+            # Scales relative to the largest one of the tile: float16 could not represent very
+            # small scales.
             v_top = tl.max(v_exponent, 0)
             weights = weights * tl.exp2((v_exponent - v_top).to(tl.float32))[None, :]
             if EXACT:
@@ -296,15 +296,15 @@ def has_hopper_kernel(pool: Tensor, dtype: torch.dtype | None = None) -> bool:
 def is_slower_than_torch(pool: Tensor) -> bool:
     """Whether torch's own kernel is faster for prompts that are contiguous.
 
-    On Hopper it was not with heads of 128 elements, and seems to be with 64. Without a kernel
-    for many tiles it probably is. It supports two-byte types.
+    On Hopper, torch's kernel was slower with heads of 128 elements and seems faster with 64. On
+    devices without a kernel for many tiles it is probably faster. It supports two-byte types.
     """
     is_beaten = has_hopper_kernel(pool) and pool.shape[-1] == 128
     return pool.shape[2] == 2 and pool.element_size() == 2 and not is_beaten
 
 
 def _converted(work: ChunkWork) -> ChunkWork:
-    """The same work, where entry i of the tables is block i."""
+    """The same work, with tables whose entry i is block i."""
     if work.converted is None:
         entries = torch.arange(
             work.end_entry - work.first_entry, dtype=torch.int32, device=work.tables.device

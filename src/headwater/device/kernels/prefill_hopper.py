@@ -197,8 +197,10 @@ def _next_tile(query, k, v, done, key, at, scale, weights, highest, total, summe
     summed = warpgroup_mma(weights, values, summed, is_async=True)
     new = warpgroup_mma_wait(1, deps=(scores,))
     leave(k, done)
-    decay = highest  # it only needs a type
-    if done > -1:  # always true; but nothing inside is moved behind the wait for sums
+    decay = highest  # a value of the right type; it is replaced below
+    if (
+        done > -1
+    ):  # always true, but keeps the compiler from moving the softmax behind the wait for sums
         new, decay, highest, total = _softmax_tile(new, highest, total, key, at, scale, MASKED)
     summed, weights = warpgroup_mma_wait(0, deps=(summed, weights))
     leave(v, done - 1)

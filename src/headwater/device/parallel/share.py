@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headwater.errors import ConfigError
 
 Range = tuple[int, int]
-"""Half open."""
+"""Start and end of a half-open range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,9 @@ class StepUnpacker:
         sizes = (rows, rows, rows, rows, rows + 1, sampled, 2 * scored, tokens, tokens, slots)
         ends = list(accumulate(sizes, initial=_HEADER))
         if ends[-1] != len(ints):
-            raise InvariantError(f"a step of {len(ints)} numbers says that it has {ends[-1]}")
+            raise InvariantError(
+                f"a step message has {len(ints)} numbers, but its header says {ends[-1]}"
+            )
         parts = [ints[start:end] for start, end in pairwise(ends)]
         numbers, contexts, carry, widths, starts, chosen, places, ids, positions, table = parts
         self._note(numbers.tolist(), widths.tolist(), table)

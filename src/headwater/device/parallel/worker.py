@@ -111,7 +111,9 @@ class RankWorker:
             case RankMessage.OPEN:
                 self._open(msgspec.json.decode(frame.payload, type=OpenRunner))
             case _:
-                raise InvariantError(f"a rank was told {frame.kind.name} too early")
+                raise InvariantError(
+                    f"the rank got the message {frame.kind.name} before it had a runner"
+                )
 
     def _load(self, wanted: LoadModel) -> None:
         self._share = RankShare(rank=wanted.rank, size=wanted.size)
@@ -128,7 +130,7 @@ class RankWorker:
         self._answer(RankMessage.LOADED, msgspec.json.encode(free))
 
     def _meet(self, wanted: MeetRanks) -> None:
-        assert self._model is not None, "loaded before the ranks meet"
+        assert self._model is not None, "the model is the model is loaded before the ranks meet"
         self._group = RankGroup(
             self._share,
             backend=wanted.backend,
@@ -153,7 +155,7 @@ class RankWorker:
 
     def _map(self, runner: FollowingRunner, wanted: MapSlab, files: tuple[int, ...]) -> None:
         if len(files) != 1:
-            raise InvariantError("a rank was told of a slab without its file")
+            raise InvariantError("the message about a slab came without its file")
         slab = HostSlab.mapped(
             files[0], wanted.num_slots, wanted.block_bytes, shared=wanted.is_shared
         )

@@ -60,7 +60,7 @@ class QuantizedCheckpoint:
         return list(self._layers)
 
     def shape(self, layer: str) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Outputs and inputs of a layer."""
         return self._layers[layer].outputs, self._layers[layer].inputs
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
