@@ -157,7 +157,8 @@ FIND = (
 
 
 def test_a_name_is_downloaded_once_and_then_found_offline(hub: FakeHub, ask: Ask) -> None:
-    """Safetensors and small text files only; the second time nothing is requested."""
+    """Only safetensors and small text files are downloaded; the second time nothing is
+    requested."""
     first = ask(NAME, code=FIND)
     sent = sorted(hub.sent)
     hub.sent.clear()
@@ -198,7 +199,7 @@ def test_a_refused_model_is_not_downloaded(hub: FakeHub, ask: Ask) -> None:
 
 
 def test_offline_and_not_cached_says_what_to_do(ask: Ask) -> None:
-    """One line, without a traceback."""
+    """The message is one line, without a traceback."""
     done = ask("serve", NAME, "--port", "0", HF_HUB_OFFLINE="1")
 
     assert done.returncode == 1

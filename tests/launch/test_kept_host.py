@@ -94,7 +94,7 @@ def kill(engine, rng):
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("policy", [WritePolicy.AUTO, WritePolicy.WRITE_THROUGH])
 def test_no_kill_at_any_moment_gives_a_wrong_token(seed, policy):
-    """Five engines, one after another, over the same memory; each dies in the middle."""
+    """Five engines run one after another over the same memory, and each dies in the middle."""
     rng = random.Random(seed)
     with kept_memory() as kept:
         for life in range(5):
@@ -141,7 +141,7 @@ def test_the_next_engine_finds_every_block():
 
 
 def test_a_reset_is_remembered_over_a_restart():
-    """What an operator removed is not found again; nor with another salt."""
+    """What an operator removed is not found again, with any salt."""
     with kept_memory() as kept:
         engine = fill(kept)
         engine.core.reset_cache(frozenset({"host"}))
@@ -183,7 +183,7 @@ def test_a_record_with_a_wrong_key_is_not_adopted():
 
 
 def test_a_directory_of_another_shape_is_made_empty():
-    """The same for a damaged one."""
+    """The same holds for a damaged one."""
     file = os.memfd_create("slots")
     try:
         shape = DirectoryShape(identity=bytes(32), num_slots=4, block_bytes=64)

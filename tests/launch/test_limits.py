@@ -21,7 +21,7 @@ def choose(device="cuda", free_gib=120, **settings):
 
 
 def test_a_cpu_gets_small_steps():
-    """And a prefill instance smaller ones."""
+    """A prefill instance gets smaller ones."""
     assert choose("cpu")[:2] == (64, 2048)
     prefill = PeersConfig(role="prefill")
     assert choose("cpu", peers=prefill)[:2] == (64, 512)
@@ -34,7 +34,7 @@ def test_a_cpu_gets_small_steps():
     [(120, (1024, 8192)), (60, (512, 8192)), (10, (128, 4096)), (2, (32, 2048))],
 )
 def test_a_gpu_gets_steps_by_its_free_memory(free_gib, expected):
-    """As many sequences as the pool holds with 512 tokens each, in powers of two."""
+    """It gets as many sequences as the pool holds with 512 tokens each, in powers of two."""
     assert choose(free_gib=free_gib)[:2] == expected
 
 
@@ -46,6 +46,6 @@ def test_the_values_of_the_operator_win():
 
 
 def test_limits_that_contradict_each_other_are_refused():
-    """With both flags and both values in the message."""
+    """The message has both flags and both values."""
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 8 .*--max-num-seqs 16"):
         choose(max_num_seqs=16, max_batched_tokens=8)

@@ -4,7 +4,8 @@ from headwater.launch.restarts import WINDOW_S, RestartBudget
 
 
 def test_a_budget_counts_within_its_window():
-    """Three in ten minutes; the fourth is refused, and allowed when the first is old enough."""
+    """Three restarts in ten minutes are allowed; the fourth is refused until the first is old
+    enough."""
     budget = RestartBudget(3)
     assert [budget.take(float(now)) for now in range(4)] == [0, 1, 2, None]
     assert budget.take(WINDOW_S) is None
@@ -13,5 +14,5 @@ def test_a_budget_counts_within_its_window():
 
 
 def test_a_budget_of_zero_refuses_the_first_restart():
-    """`--max-engine-restarts 0`."""
+    """This is `--max-engine-restarts 0`."""
     assert RestartBudget(0).take(0.0) is None

@@ -47,7 +47,8 @@ def test_ranks_read_what_one_rank_stored(
 
 @pytest.mark.slow
 def test_every_tier_gives_back_what_the_ranks_put_there(two_ranks: LLM) -> None:
-    """Computed in chunks, found on the device, on the host and in storage: the same tokens."""
+    """Tokens are the same when a prompt is computed in chunks or found on the device, on the
+    host or in storage."""
     prompts = make_prompts(2, 70, 33)
 
     computed, _ = say(two_ranks, prompts)
@@ -66,7 +67,7 @@ def test_every_tier_gives_back_what_the_ranks_put_there(two_ranks: LLM) -> None:
 def test_sequences_that_do_not_fit_together_are_preempted_and_give_the_same_tokens(
     two_ranks: LLM, open_engine: Open
 ) -> None:
-    """One rank with room for all sequences, two ranks without."""
+    """One rank has room for all sequences, two ranks have not."""
     prompts = make_prompts(4, *[60] * 6)
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6
     crowded = [answer.tokens for answer in two_ranks.generate(prompts, params)]
@@ -133,7 +134,7 @@ def test_each_rank_has_a_device() -> None:
 
 
 def test_a_link_that_ranks_do_not_have_is_refused() -> None:
-    """With a message that names the supported links."""
+    """The message names the supported links."""
     config = EngineConfig(
         tensor_parallel_size=2, peers=PeersConfig(role="prefill", link="mooncake")
     )

@@ -87,7 +87,8 @@ def test_storage_without_memory_for_a_host_tier_is_refused():
 
 
 def test_the_start_says_that_the_host_tier_was_chosen():
-    """With its size and the flag that changes it; or that there was too little memory."""
+    """The line has its size and the flag that changes it, or says that there was too little
+    memory."""
     config = EngineConfig(**STORED)
     chosen = describe_tiers(config, LAYOUT, 100_000)
     none = describe_tiers(EngineConfig(device="cuda"), LAYOUT, 0)
@@ -106,7 +107,7 @@ def test_the_start_says_that_the_host_tier_was_chosen():
         ("auto", "written to it before it leaves the device"),
         ("write_through_selective", "written to it when it is first found again"),
         ("write_back", "when the device is about to evict it"),
-        ("none", "no block is written to it by use"),
+        ("none", "not written to it when they are computed or evicted"),
     ],
 )
 def test_the_start_says_what_fills_the_host_tier(policy: Any, words: str):
@@ -117,7 +118,7 @@ def test_the_start_says_what_fills_the_host_tier(policy: Any, words: str):
 
 
 def test_the_start_says_how_lower_tiers_are_read():
-    """Where storage is, and when a wait for it ends."""
+    """The lines say where storage is, and when a wait for it ends."""
     assert "storage" not in describe()
     assert "storage file, /var/kv" in describe(**STORED)
     redis = {"storage_backend": "redis", "storage_config": {"url": "redis://me:secret@box/1"}}
@@ -126,4 +127,4 @@ def test_the_start_says_how_lower_tiers_are_read():
     assert "waits end after 0.5 s" in describe(load_timeout_s=0.5)
     assert "however long it takes" in describe(load_policy="wait")
     assert "waits end" not in describe(load_policy="wait")
-    assert "storage is never waited for" in describe(load_policy="best_effort")
+    assert "no request waits for storage" in describe(load_policy="best_effort")

@@ -37,7 +37,7 @@ def write_trace(path, seed, limit=400):
 
 
 def test_the_shipped_weights_are_there_and_say_where_they_come_from():
-    """Learned from two public traces, small, and read from the package."""
+    """They were learned from two public traces, are small, and are read from the package."""
     weights = load_weights("shipped")
 
     assert weights is not None
@@ -60,7 +60,8 @@ def test_a_policy_begins_half_way_to_its_weights_with_fresh_step_sizes():
 
 
 def test_saved_weights_can_be_loaded(tmp_path):
-    """Saved with a few digits and every trace it was learned from; loaded unchanged."""
+    """A file has a few digits of each weight and the traces they were learned from, and is
+    loaded unchanged."""
     requests = make_shape("mixed", 600, 2)
     learned = replay_cache(requests, 300, eviction="session").learned
     assert learned is not None

@@ -41,7 +41,7 @@ def test_history_is_bounded_and_covers_its_span():
 
 
 def test_a_reader_gets_only_what_is_new():
-    """Points after a time, oldest first."""
+    """The reader gets the points after a given time, oldest first."""
     history = RateHistory()
     for unix_s in (10.0, 12.0, 14.0):
         history.add(make_point(unix_s))

@@ -113,7 +113,8 @@ def until_subscribed(instance, consumer):
 
 
 def test_messages_are_exactly_in_the_format(instance, consumer):
-    """Three frames; a map for each event; hashes are the low 64 bits of the keys."""
+    """A message has three frames and a map for each event; hashes are the low 64 bits of the
+    keys."""
     path = make_path(1, 2)
     consumer.hear()
     serve(instance.cache, path)
@@ -292,6 +293,6 @@ def test_malformed_replay_requests_are_ignored(instance, consumer):
 
 
 def test_a_port_in_use_gets_a_message(instance):
-    """Lesson 60: reported at start, with the address."""
+    """Lesson 60: it is reported at start, with the address."""
     with pytest.raises(ConfigError, match="cannot bind"):
         Instance(instance.publisher.endpoint)

@@ -34,7 +34,8 @@ BEFORE = make_answer(
 
 
 def test_rates_are_what_came_between_over_the_time_between():
-    """Tokens, shares and bytes per second; percentiles of new observations only."""
+    """This holds for tokens, shares and bytes per second; percentiles are of new observations
+    only."""
     now = make_answer(
         uptime_s=12.0, output=300, found=30, computed=10, moved=5000, counts=[5, 4, 0]
     )

@@ -31,7 +31,8 @@ def test_a_histogram_counts_each_value_in_its_bucket():
 
 
 def test_a_sequence_is_timed_from_arrival_to_end():
-    """First token, each later token, and the end, on the clock that was passed in."""
+    """The first token, each later token and the end are timed by the clock that was passed
+    in."""
     clock, recorder = VirtualClock(), Recorder()
     usage = Usage(
         prompt_tokens=9, cached_tokens=4, by_tier={"device": 4}, computed=5, queued_s=0.5
@@ -61,7 +62,7 @@ def test_a_sequence_is_timed_from_arrival_to_end():
 
 
 def test_a_ledger_says_what_was_loaded_and_at_what_price():
-    """Bytes that came from below the device, and the priced decision."""
+    """The record has the bytes that came from below the device, and the priced decision."""
     load = LoadUsage(
         choice="load_cheaper",
         host_blocks=2,
@@ -95,7 +96,7 @@ def test_a_ledger_says_what_was_loaded_and_at_what_price():
 
 
 def test_a_ledger_of_a_sequence_that_never_ran_says_so():
-    """Aborted while it waited: no source, no completed wait, no token."""
+    """It was aborted while it waited, so it has no source, no completed wait and no token."""
     record = RequestTimer(Recorder(), VirtualClock()).end("abort", place=PLACE)
 
     assert (record.queued_s, record.first_token_s, record.inter_token_s) == (None, None, None)
@@ -124,7 +125,8 @@ def test_every_metric_has_a_name_once_and_a_help():
 
 
 def test_tiers_are_scraped_by_link_and_reason():
-    """Bytes and seconds moved, what failed and why, what is queued, what was chosen."""
+    """There are bytes and seconds of each link, failures by reason, jobs in flight, and load
+    decisions."""
     link = LinkStats(
         num_jobs=3,
         num_blocks=8,

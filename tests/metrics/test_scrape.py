@@ -57,7 +57,7 @@ def test_a_real_parser_reads_every_metric_with_its_kind():
 
 
 def test_counters_never_go_down():
-    """Lesson 62: two scrapes, with more recorded in between."""
+    """Lesson 62: a second scrape, after more was recorded, has no smaller counter."""
     recorder = make_recorder()
     before: dict[tuple[str, ...], float] = {}
     for _ in range(2):

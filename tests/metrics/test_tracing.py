@@ -14,7 +14,7 @@ def test_without_an_endpoint_there_are_no_spans():
 
 
 def test_an_endpoint_without_the_extra_gets_a_message(monkeypatch):
-    """Configured but not installed: reported at start, not ignored."""
+    """A configured endpoint without the packages is reported at start, not ignored."""
     monkeypatch.setitem(
         sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None
     )

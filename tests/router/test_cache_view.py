@@ -29,7 +29,7 @@ def removed(*hashes, medium="GPU"):
 
 
 def test_a_match_is_the_leading_run_in_any_medium():
-    """And ends at the first block that is in no medium."""
+    """It ends at the first block that is in no medium."""
     view = BlockView("life")
     view.apply(0, batch(stored(1, 2), stored(2, 3, medium="CPU"), stored(5)))
 

@@ -84,7 +84,7 @@ def events(
 
 
 def test_a_killed_instances_constrained_stream_continues_valid(cluster):
-    """Token by token what an undisturbed instance says, and it follows its schema."""
+    """It has the tokens of an undisturbed instance, and follows its schema."""
     router, servers = cluster
     fields = {
         "prompt": "a constrained stream that breaks, " * 20,
@@ -111,7 +111,8 @@ def test_a_killed_instances_constrained_stream_continues_valid(cluster):
 
 
 def test_a_killed_instances_tool_call_comes_whole(cluster):
-    """Killed inside the arguments: the other instance sends exactly the rest of their text."""
+    """The instance is killed inside the arguments; the other instance sends exactly the rest of
+    their text."""
     router, servers = cluster
     body = {
         "messages": MESSAGES,
@@ -139,7 +140,7 @@ def test_a_killed_instances_tool_call_comes_whole(cluster):
 
 
 def test_a_killed_instances_message_comes_whole(cluster):
-    """Anthropic's events: one beginning, blocks in order, one end."""
+    """Anthropic's events have one beginning, blocks in order and one end."""
     router, servers = cluster
     body = {
         "messages": MESSAGES,
@@ -161,8 +162,8 @@ def test_a_killed_instances_message_comes_whole(cluster):
 
 
 def test_a_stored_response_leads_to_its_instance(cluster):
-    """Whatever the load says, and after a restart of its engine; a salt of another tenant finds
-    nothing. When the instance is gone, it is a clear 404."""
+    """This holds at any load and after a restart of its engine; a salt of another tenant finds
+    nothing. When the instance is gone, the answer is a 404."""
     router, servers = cluster
     url = router.url + "/v1/responses"
     body: dict[str, Any] = {"input": "Hello there", "max_output_tokens": 8}

@@ -103,7 +103,7 @@ def test_a_router_killed_while_a_prompt_is_handed_over(cluster, prompt):
 
 @pytest.mark.parametrize("num_events", [1, 8])
 def test_a_router_killed_while_a_stream_goes_through_it(cluster, prompt, num_events):
-    """With its first token, or later: the client's connection ends, and so does the request."""
+    """The client's connection and the request end, with the first token or later."""
     stream = cluster.stream(prompt=prompt, max_tokens=700)
     for _ in range(num_events):
         assert stream.next()["choices"]
@@ -149,7 +149,8 @@ def test_a_router_killed_while_a_stream_is_taken_up_elsewhere(cluster, prompt):
 
 @pytest.mark.nightly
 def test_a_returned_request_continues_on_its_instance_if_there_is_no_other(cluster, prompt):
-    """Lesson 55: after the request that preempted it, without an error."""
+    """Lesson 55: it continues after the request that preempted it has ended, without an
+    error."""
     (home,), prompt = cluster.decoding, prompt[:160]
     cluster.ask(prompt=prompt, max_tokens=1)
 

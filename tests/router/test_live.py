@@ -105,7 +105,7 @@ def cluster():
 
 
 def test_the_openai_client_does_not_notice(cluster):
-    """Chat, streams and models, through the router as without it."""
+    """Chat, streams and models work through the router as without it."""
     router = cluster[0]
     client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none")
     messages: Any = [{"role": "user", "content": "Where does the water come from? " * 20}]

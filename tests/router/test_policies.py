@@ -23,7 +23,7 @@ def choose(policy, prompt_tokens, *candidates):
 
 
 def test_round_robin_takes_turns():
-    """Whatever each has cached."""
+    """What each has cached does not matter."""
     policy = make_policy("round_robin")
     candidates = [Candidate(name="a", num_alive=9), Candidate(name="b")]
 
@@ -31,7 +31,7 @@ def test_round_robin_takes_turns():
 
 
 def test_least_load_counts_requests_first():
-    """Then work."""
+    """With equal numbers of requests, the recent work decides."""
     a = Candidate(name="a", num_alive=2)
     b = Candidate(name="b", num_alive=1, recent_tokens=9.0)
     c = Candidate(name="c", num_alive=1, recent_tokens=5.0)
@@ -68,7 +68,7 @@ def test_a_quiet_cluster_keeps_a_conversation_together():
 
 
 def test_recent_work_decays_with_time():
-    """To a third after the mean life."""
+    """It falls to a third after the mean time."""
     work = RecentWork()
     work.add(1000, now=5.0)
     work.add(1000, now=5.0)
@@ -79,7 +79,7 @@ def test_recent_work_decays_with_time():
 
 
 def test_a_short_rest_is_prefilled_where_it_is_decoded():
-    """Conditional disaggregation: up to the threshold, and not beyond."""
+    """Up to the threshold, the rest of a prompt is computed on the decode instance."""
     assert prefills_itself(256, 256)
     assert not prefills_itself(257, 256)
 
@@ -107,7 +107,7 @@ def test_retries_are_a_share_of_requests():
 
 
 def test_unknown_policies_are_refused():
-    """With the known names."""
+    """The message has the known names."""
     with pytest.raises(ConfigError, match=", ".join(POLICIES)):
         make_policy("random")
 

@@ -54,7 +54,7 @@ class KnownInstances:
 
 
 def test_a_long_prompt_gets_a_pair_and_a_short_one_does_not():
-    """Conditional disaggregation, by the tokens that the decode instance has not cached."""
+    """The tokens that the decode instance has not cached decide."""
     known = KnownInstances(p="prefill", d="decode")
 
     assert known.pair() == ("d", "p")
@@ -81,7 +81,7 @@ def test_another_prefill_instance_comes_before_help():
 
 
 def test_tried_draining_and_silent_instances_are_skipped():
-    """For either role; without an instance that can serve there is no route."""
+    """This holds for either role; without an instance that can serve there is no route."""
     known = KnownInstances(p="prefill", q="prefill", d="decode", e="decode")
     known.registry.drain("p")
 
@@ -162,7 +162,8 @@ def test_a_stream_that_has_begun_stays_in_its_group():
 
 
 def test_a_request_goes_to_the_group_that_serves_its_model():
-    """While two names are served; an unknown name goes to any instance and gets its 404."""
+    """Two names are served; a request with an unknown name goes to any instance and gets its
+    404."""
     known = KnownInstances(old="mixed")
     new = known.add("new", "mixed", model="m-2", fingerprint="other weights")
 

@@ -69,7 +69,7 @@ def test_the_models_of_all_groups_are_listed():
 
 
 def test_no_model_is_listed_without_an_instance():
-    """A 503 that says how to start one, as for any other request."""
+    """The answer is a 503 that says how to start one, as for any other request."""
 
     async def scenario(harness):
         for path in ("/v1/models", "/v1/models/echo"):
@@ -82,7 +82,8 @@ def test_no_model_is_listed_without_an_instance():
 
 @pytest.mark.parametrize("salt", [None, "tenant"])
 def test_a_conversation_stays_where_its_blocks_are(salt):
-    """Lesson 72: known from the instance's own events, including salted prompts."""
+    """Lesson 72: the router knows the blocks from the instance's own events, including salted
+    prompts."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(3)]
@@ -105,7 +106,7 @@ def test_a_conversation_stays_where_its_blocks_are(salt):
 
 @pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()], ids=["asked", "own"])
 def test_chats_stay_at_their_instance_with_and_without_a_tokenizer_at_the_router(tokenizer):
-    """With the model's tokenizer or an instance's: the same tokens, so the same blocks."""
+    """The model's tokenizer and an instance's give the same tokens, so the same blocks."""
 
     async def scenario(harness):
         await harness.ready(harness.add(), harness.add())
@@ -229,7 +230,7 @@ def test_a_router_that_comes_late_learns_all():
 
 
 def test_without_events_load_decides():
-    """The explicit fallback: nothing is assumed about a cache without events."""
+    """This is the explicit fallback: nothing is assumed about a cache without events."""
 
     async def scenario(harness):
         one, two = harness.add(events=False), harness.add(events=False)
@@ -307,7 +308,7 @@ def test_requests_above_the_limit_are_a_429():
 
 
 def test_metrics_name_the_chosen_instance_and_the_reason():
-    """Counters by instance and trust; gauges of the state of each."""
+    """There are counters by instance and trust, and gauges of the state of each instance."""
 
     async def scenario(harness):
         one = harness.add()

@@ -60,7 +60,7 @@ def stream_of_instance(tokens: list[list[int]], turns: list[int], known: list[in
 @search(examples=150)
 @given(answers(), st.lists(st.integers(0, 2000), max_size=5), st.integers(1, 90))
 def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, breaks, size):
-    """Whole events in pieces of any size; each next instance gets what the client has."""
+    """Events come in pieces of any size; each next instance gets what the client has."""
     tokens, turns = answer
     progress, got, known = StreamProgress(), b"", [0] * len(tokens)
     for cut in [*breaks, None]:

@@ -43,7 +43,7 @@ def test_an_api_key_registers_nothing():
 
 
 def test_a_router_without_a_secret_does_not_start():
-    """Lesson 80: also on loopback; --insecure is the explicit exception."""
+    """Lesson 80: this holds also on loopback; --insecure is the explicit exception."""
     with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):
         RouterConfig()
     assert RouterConfig(is_insecure=True).peer_token is None
@@ -139,7 +139,7 @@ def test_a_signed_header_that_is_sent_twice_is_no_signature(name, is_first):
 
 @pytest.mark.parametrize("stamp", ["\xb2", "\xb9000", "-1", "1e3", "", "9" * 13])
 def test_a_stamp_that_is_no_number_is_refused(stamp):
-    """Also digits that are not ASCII, which int() does not read."""
+    """This includes digits that are not ASCII, which int() does not read."""
     auth = ClusterAuth(TOKEN, lambda: 1000.0)
     assert not auth.verify(scope_of([(SIGNATURE_HEADER, f"v1 {stamp} a b")]))
     assert not check_digest("\xb2", b"")

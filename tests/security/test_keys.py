@@ -41,7 +41,7 @@ def bearer(key):
 
 
 def test_a_scope_opens_its_endpoints_and_no_others(keys_file):
-    """client generates, metrics scrapes, admin does everything."""
+    """The scope client generates, metrics scrapes, and admin does everything."""
     paths = [
         ("POST", "/v1/completions", "client"),
         ("GET", "/v1/models", "client"),
@@ -128,7 +128,8 @@ def test_requests_of_other_tenants_are_the_admins_business(keys_file):
 
 
 def test_a_key_over_its_limits_gets_a_429(tmp_path):
-    """Rate and concurrency, each with Retry-After; other keys are not affected."""
+    """This holds for rate and concurrency, each with Retry-After; other keys are not
+    affected."""
     path = write(
         tmp_path / "keys.json",
         {"name": "slow", "key": ALICE, "requests_per_minute": 2},
@@ -173,7 +174,7 @@ def test_metrics_name_keys_only_when_asked(keys_file, wanted):
 
 
 def test_the_file_is_read_again_when_it_changes(tmp_path):
-    """Without a restart; a file that cannot be read keeps the keys from before."""
+    """No restart is needed; a file that cannot be read keeps the keys from before."""
     path, clock = tmp_path / "keys.json", VirtualClock()
     ring = KeyRing(None, write(path, {"name": "a", "key": ALICE}), clock)
 

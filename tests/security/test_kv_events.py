@@ -54,7 +54,7 @@ def replayed(endpoint, keys=None, within_ms=1500):
 
 
 def test_a_listener_without_the_secret_gets_nothing():
-    """No replay and no events, neither without keys nor with keys of another token."""
+    """It gets no replay and no events, neither without keys nor with keys of another token."""
     source = publisher(keys=CurveKeys.of_token(TOKEN))
     try:
         assert replayed(source.replay_endpoint) is None

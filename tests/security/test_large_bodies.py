@@ -80,7 +80,7 @@ def test_a_long_text_is_read_whole():
 
 
 def test_token_ids_come_back_as_they_were():
-    """One list, several lists, and resumed output."""
+    """This holds for one list, several lists, and resumed output."""
     ids = list(range(200_000))
     flat = json.dumps({"prompt": ids}).encode()
     nested = json.dumps(
@@ -108,7 +108,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_an_invalid_large_body_gets_a_message(case):
-    """The same messages as for a small body, and the limits."""
+    """The messages are those for a small body, and those about the limits."""
     raw, words = WRONG[case]
     with pytest.raises(RequestRefused, match=words):
         asyncio.run(parse(raw, CompletionRequest, max_ids=1_000_000))
@@ -164,7 +164,8 @@ def test_a_body_of_lists_is_refused_unparsed(monkeypatch):
 
 
 def test_a_short_body_of_many_lists_is_parsed_elsewhere():
-    """Below the length for the event loop, but tens of milliseconds of work."""
+    """The body is below the length for the event loop, but takes tens of milliseconds to
+    parse."""
     raw = (
         b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":['
         + b"[]," * 30_000
@@ -266,7 +267,7 @@ def test_many_blocks_of_a_message_are_joined_once():
 
 
 def test_a_grammar_that_is_too_long_is_refused_unread(monkeypatch):
-    """Neither converted nor written as JSON: both take seconds for megabytes."""
+    """It is neither converted nor written as JSON: both take seconds for megabytes."""
     monkeypatch.setattr(structured, "to_lark", lambda grammar: pytest.fail("converted"))
     monkeypatch.setattr(json, "dumps", lambda *args, **kwargs: pytest.fail("written"))
     monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("read"))
@@ -399,7 +400,7 @@ def test_a_router_reads_long_bodies_in_another_process(monkeypatch):
 
 
 def test_a_router_hashes_no_prompt_that_is_longer_than_any_context():
-    """Neither a text nor token ids: the instance refuses them."""
+    """This holds for a text and for token ids: the instance refuses them."""
     fits = prompt_fields("/v1/completions", b'{"prompt": [1, 2, 3]}', 64 * 16)
     long = json.dumps({"prompt": [1] * 65}).encode()
 

@@ -103,7 +103,7 @@ def test_a_path_is_forwarded_as_it_was_sent():
     "origin", ["http://evil.example", "null", "http://localhost:1", "http://[", "http://[x]"]
 )
 def test_a_page_of_another_origin_controls_nothing(path, origin):
-    """With a body or without one, whatever its content type."""
+    """This holds with a body or without one, whatever its content type."""
 
     async def scenario(harness):
         post, headers = harness.client.post, {"origin": origin}
@@ -133,7 +133,7 @@ def test_a_control_body_is_json(path):
 
 
 def test_the_servers_own_page_may_control_it():
-    """Same origin and no body, or JSON."""
+    """Its requests have the same origin and no body, or JSON."""
 
     async def scenario(harness):
         headers = {"origin": "http://localhost"}
@@ -162,7 +162,7 @@ def test_a_get_changes_nothing(path):
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[", "[::1", "a]b", "[x]"],
 )
 def test_a_rebound_name_is_refused(host):
-    """DNS rebinding: a foreign name that resolves to this server."""
+    """In DNS rebinding, a foreign name resolves to this server."""
 
     async def scenario(harness):
         for path in ("/v1/models", "/stats", "/dashboard"):
@@ -191,7 +191,7 @@ def test_a_rebound_name_is_refused(host):
     ],
 )
 def test_which_hosts_are_accepted(bound, allowed, any_name, accepted, refused):
-    """Loopback names, the bound address, and what --allowed-hosts names."""
+    """They are loopback names, the bound address, and what --allowed-hosts names."""
     policy = HostPolicy(bound, allowed, any_name=any_name)
 
     assert all(policy.accepts(host) for host in accepted)

@@ -103,7 +103,7 @@ def test_an_instance_without_a_certificate_of_the_cluster_is_not_used(folder, tm
 
 
 def test_a_router_sends_no_prompt_to_a_server_of_another_ca(folder, tmp_path):
-    """Also if its address was registered: the certificate at the address decides."""
+    """This holds even if its address was registered: the certificate at the address decides."""
     assert main(["certs", str(tmp_path / "other"), "x"]) == 0
     foreign = TlsConfig(
         ssl_certfile=str(tmp_path / "other/x.pem"),
@@ -129,7 +129,7 @@ def test_a_router_sends_no_prompt_to_a_server_of_another_ca(folder, tmp_path):
 
 @pytest.mark.parametrize("missing", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
 def test_a_file_that_cannot_be_used_is_named(folder, missing):
-    """Before anything is loaded."""
+    """The message comes before anything is loaded."""
     flag = "--" + missing.replace("_", "-")
     with pytest.raises(ConfigError, match=flag):
         tls(folder, **{missing: "/nowhere.pem"}).server_context()
@@ -149,7 +149,7 @@ def test_half_of_the_flags_is_an_error(flags, words, capsys):
 
 
 def test_up_refuses_half_of_the_flags(capsys):
-    """Before any process is started."""
+    """The error comes before any process is started."""
     assert main(["up", "--mixed", "1", "--ssl-certfile", "a.pem"]) == 1
     assert "must be given together" in capsys.readouterr().err
 

@@ -49,7 +49,7 @@ def test_health_answers_while_the_engine_is_busy():
 
 
 def test_models_says_what_is_served_and_how_long_it_may_be():
-    """The name for clients, and `max_model_len`."""
+    """It has the name for clients, and `max_model_len`."""
 
     async def scenario(harness):
         card = (await harness.client.get("/v1/models")).json()["data"][0]
@@ -62,7 +62,8 @@ def test_models_says_what_is_served_and_how_long_it_may_be():
 
 
 def test_metrics_are_counters_that_only_go_up():
-    """Lesson 62: tokens looked up, found and computed; the reader computes ratios."""
+    """Lesson 62: tokens looked up, found and computed are counted; the reader computes
+    ratios."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -91,7 +92,7 @@ def test_metrics_are_counters_that_only_go_up():
 
 
 def test_router_metrics_can_be_had_under_the_vllm_prefix():
-    """An option, for routers that scrape those names."""
+    """This is an option, for routers that scrape those names."""
 
     async def scenario(harness):
         found = samples((await harness.client.get("/metrics")).text)
@@ -132,7 +133,7 @@ def test_cache_shows_tiers_ledger_and_the_shortest_prefix_that_can_hit():
 
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
 def test_reset_forgets_what_was_cached(path):
-    """Both spellings; the next request computes everything again."""
+    """Both spellings work; the next request computes everything again."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -240,7 +241,8 @@ def test_abort_all_ends_everything():
 
 
 def test_tokenize_and_detokenize_undo_each_other():
-    """Text, or a conversation through the template; ids back to text."""
+    """A text, or a conversation through the template, becomes ids, and ids become text
+    again."""
 
     async def scenario(harness):
         body = (
@@ -260,7 +262,7 @@ def test_tokenize_and_detokenize_undo_each_other():
 
 
 def test_server_info_hides_the_key():
-    """The settings, so that a benchmark can record them; never a secret."""
+    """It shows the settings, so that a benchmark can record them, and never a secret."""
 
     async def scenario(harness):
         headers = {"authorization": "Bearer hidden"}
@@ -277,7 +279,7 @@ def test_server_info_hides_the_key():
     "header", [None, "", "hidden", "Bearer", "Bearer hidde", "Basic hidden"]
 )
 def test_without_the_key_only_health_answers(header):
-    """401 with an error object; the right key opens everything."""
+    """All other paths answer 401 with an error object; the right key opens everything."""
 
     async def scenario(harness):
         headers = {} if header is None else {"authorization": header}

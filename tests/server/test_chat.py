@@ -6,7 +6,7 @@ from tests.server.harness import error, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
-    """A message of the assistant, a reason, and usage with `cached_tokens`."""
+    """It has a message of the assistant, a reason, and usage with `cached_tokens`."""
 
     async def scenario(harness):
         body = (await harness.chat()).json()
@@ -67,7 +67,8 @@ def test_the_whole_context_is_used_unless_told_otherwise():
 
 
 def test_logprobs_are_one_object_per_token():
-    """The chosen token with its bytes, and the requested number of alternatives."""
+    """An object has the chosen token with its bytes, and the requested number of
+    alternatives."""
 
     async def scenario(harness):
         choice = (await harness.chat(logprobs=True, top_logprobs=1)).json()["choices"][0]
@@ -172,7 +173,8 @@ def test_prompt_and_reply_ids_are_returned_when_asked():
     ],
 )
 def test_an_unsupported_field_is_a_400_that_names_it(fields, param):
-    """Known but not supported, or invalid: in both cases the client learns which field."""
+    """A field may be known but not supported, or invalid; in both cases the client learns which
+    one."""
 
     async def scenario(harness):
         assert error(await harness.chat(**fields), 400)["param"] == param
@@ -193,7 +195,7 @@ def test_an_unsupported_field_is_a_400_that_names_it(fields, param):
     ],
 )
 def test_fields_without_effect_are_accepted(fields):
-    """Values without effect for known fields, and unknown fields."""
+    """Known fields are accepted with values without effect; unknown fields are accepted too."""
 
     async def scenario(harness):
         response = await harness.chat(**fields)

@@ -12,7 +12,8 @@ from tests.server.harness import byte_tokenizer, error, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
-    """Text, reason and usage; `cached_tokens` always, 0 when none (lesson 64)."""
+    """It has text, reason and usage; `cached_tokens` is always present, 0 when none (lesson
+    64)."""
 
     async def scenario(harness):
         response = await harness.complete(max_tokens=6)
@@ -60,7 +61,7 @@ def test_a_stream_joins_to_the_whole_answer():
     [("text", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1, 2], [3]], 2)],
 )
 def test_prompts_are_text_or_ids_or_lists_of_either(prompt, count):
-    """One answer per prompt, in order."""
+    """There is one answer per prompt, in order."""
 
     async def scenario(harness):
         body = (await harness.complete(prompt=prompt)).json()
@@ -135,7 +136,7 @@ def test_a_stop_token_ends_the_text():
 
 
 def test_logprobs_are_parallel_lists():
-    """One entry per token: its text, log-probability, alternatives and offset."""
+    """There is one entry per token: its text, log-probability, alternatives and offset."""
 
     async def scenario(harness):
         fields = {"max_tokens": 9, "logprobs": 1, "seed": 1}
@@ -154,7 +155,7 @@ def test_logprobs_are_parallel_lists():
 
 
 def test_a_repeated_prompt_is_reported_as_cached():
-    """Lessons 63 to 65: reused tokens by tier, and why not more."""
+    """Lessons 63 to 65: the usage has reused tokens by tier, and why not more were reused."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -268,7 +269,8 @@ def test_an_event_is_one_line_for_clients_that_split_text_anywhere(mark):
 
 
 def test_echo_puts_the_prompt_before_the_answer():
-    """Whole and streamed, for a text and for token ids; nothing is computed again."""
+    """This holds whole and streamed, for a text and for token ids; nothing is computed
+    again."""
 
     async def scenario(harness):
         plain = (await harness.complete(max_tokens=4, prompt="hello", seed=1)).json()
@@ -286,7 +288,7 @@ def test_echo_puts_the_prompt_before_the_answer():
 
 
 def test_echo_without_tokens_is_the_prompt_alone():
-    """`max_tokens` 0 with `echo`, as evaluations send it; without `echo` it is a 400."""
+    """Evaluations send `max_tokens` 0 with `echo`; without `echo` it is a 400."""
 
     async def scenario(harness):
         fields = {"max_tokens": 0, "echo": True, "n": 2, "return_token_ids": True}

@@ -11,7 +11,8 @@ from tests.server.harness import error, events, run
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_is_reported_to_the_client(stream):
-    """Lesson 58: by the client's request id: a 499, or the last chunk of a stream."""
+    """Lesson 58: after an abort by its request id, the client gets a 499 or the last chunk of a
+    stream."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -35,7 +36,7 @@ def test_an_abort_is_reported_to_the_client(stream):
 
 @pytest.mark.parametrize("name", ["cmpl-1", "chatcmpl-1", "chatcmpl-cmpl-1"])
 def test_a_name_that_looks_like_an_answers_id_can_be_aborted(name):
-    """By the client's own id of the request, or by the id of its answer."""
+    """It can be aborted by the client's own id of the request, or by the id of its answer."""
 
     async def scenario(harness):
         harness.engine.hold()

@@ -20,7 +20,7 @@ async def sessions(harness):
     [("closed", "closed"), ("pending", "granted"), ({"returns_in_s": 30}, "granted")],
 )
 def test_a_hint_reaches_the_cache(hint, outcome):
-    """From the body through the engine to the cache, for completions and chat."""
+    """It goes from the body through the engine to the cache, for completions and chat."""
 
     async def scenario(harness):
         fields = {"session_id": "s", "cache_hint": hint}
@@ -41,7 +41,7 @@ def test_a_hint_reaches_the_cache(hint, outcome):
 
 
 def test_a_session_is_closed_by_its_name():
-    """With an empty body or a salt; the id may contain a slash, and an unknown one is no
+    """The body is empty or has a salt; the id may contain a slash, and an unknown one is no
     error."""
 
     async def scenario(harness):
@@ -60,7 +60,7 @@ def test_a_session_is_closed_by_its_name():
 
 
 def test_the_blocks_of_a_closed_session_go_first():
-    """Under an LRU: a session that was used last and then closed is evicted before an older
+    """Under an LRU, a session that was used last and then closed is evicted before an older
     one."""
 
     async def scenario(harness):
@@ -100,7 +100,7 @@ async def cached_tokens(harness, prompt):
     ],
 )
 def test_an_invalid_hint_is_a_400(fields, param):
-    """Lesson 68: bounded, typed, and the answer names the field."""
+    """Lesson 68: hints are bounded and typed, and the answer names the field."""
 
     async def scenario(harness):
         assert error(await harness.complete(**fields), 400)["param"] == param
@@ -109,7 +109,7 @@ def test_an_invalid_hint_is_a_400(fields, param):
 
 
 def test_closing_a_session_has_limits():
-    """Lesson 68: a name that is too long, or a wrong body."""
+    """Lesson 68: a name that is too long and a wrong body are refused."""
 
     async def scenario(harness):
         error(await harness.client.post("/cache/sessions/" + "s" * 257), 400)

@@ -14,8 +14,8 @@ def read(text: str) -> list[dict[str, Any]]:
 
 
 def test_three_kinds_of_input_tokens_add_up_to_the_prompt():
-    """Computed and kept at first, read from the cache the second time; count_tokens says the
-    sum before."""
+    """At first tokens are computed and kept, the second time they are read from the cache;
+    count_tokens gives the sum in advance."""
 
     async def scenario(harness):
         asked = {"messages": BODY["messages"], "system": "Be brief."}
@@ -34,7 +34,8 @@ def test_three_kinds_of_input_tokens_add_up_to_the_prompt():
 
 
 def test_a_stream_is_the_whole_message():
-    """One text block, its deltas joined are the text; usage and the reason come last."""
+    """It has one text block, whose joined deltas are the text; usage and the reason come
+    last."""
 
     async def scenario(harness):
         whole = (await harness.post("/v1/messages", BODY)).json()
@@ -51,7 +52,7 @@ def test_a_stream_is_the_whole_message():
 
 
 def test_errors_have_anthropics_form():
-    """Before the body is read, too."""
+    """This includes errors before the body is read."""
 
     async def scenario(harness):
         for body, kind, status in (

@@ -307,7 +307,8 @@ def test_a_split_of_the_stream_changes_nothing(data):
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_arguments_are_given_out_while_they_are_written(name):
-    """Name first, then the JSON text piece by piece: together the arguments, byte by byte."""
+    """The name comes first, then the JSON text in pieces, which join to exactly the
+    arguments."""
     parser = TOOL_FORMATS[name.split()[0]]().parser(TOOLS)
     deltas = [delta for sign in STREAMED[name] for delta in parser.feed(sign).deltas]
     deltas += parser.end().deltas
@@ -372,8 +373,8 @@ def test_the_search_for_a_call_is_bounded():
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_no_more_calls_than_asked_for(data):
-    """`parallel_tool_calls` false: one complete call, however the stream is cut; text of a
-    malformed one beyond it is not lost."""
+    """With `parallel_tool_calls` false there is one complete call, however the stream is cut;
+    the text of a malformed call after it is not lost."""
     one = '<tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
     text = one + one + '<tool_call>{"name": "get-time", "arguments": {</tool_call>'
     parsing = AnswerParsing(make=lambda: TOOL_FORMATS["hermes"]().parser(TOOLS), max_calls=1)
@@ -388,7 +389,8 @@ def test_no_more_calls_than_asked_for(data):
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_damaged_text_never_raises_and_is_never_lost_in_silence(data):
-    """Markers and JSON in any order: no exception, and text that is not a call is content."""
+    """With markers and JSON in any order there is no exception, and text that is not a call is
+    content."""
     name = data.draw(st.sampled_from(sorted(TOOL_FORMATS)))
     made = TOOL_FORMATS[name]()
     parts = st.sampled_from(
@@ -415,7 +417,7 @@ def test_damaged_text_never_raises_and_is_never_lost_in_silence(data):
 @pytest.mark.parametrize("name", REASONING_TAGS)
 @pytest.mark.parametrize("is_open", [False, True])
 def test_reasoning_is_split_from_the_answer(name, is_open):
-    """With the opening tag in the prompt or in the answer, in one piece or in many."""
+    """The opening tag may be in the prompt or in the answer, in one piece or in many."""
     tags = REASONING_TAGS[name]
     text = f"\nOne {tags.opening[0]} two.\n{tags.closing}\n\nSo {tags.opening} is three. "
     if not is_open:
@@ -430,7 +432,7 @@ def test_reasoning_is_split_from_the_answer(name, is_open):
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_reasoning_before_calls_survives_any_split(data):
-    """Thinking, then a call: the same parts however the stream is cut."""
+    """Reasoning and then a call give the same parts, however the stream is cut."""
     call = '<tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
     whole = data.draw(
         st.sampled_from(
@@ -479,7 +481,8 @@ def test_the_template_names_its_format(template, name):
 
 
 def test_formats_and_tags_are_chosen_by_name():
-    """A name, `none`, or a class of the user; anything else is a configuration error."""
+    """The setting is a name, `none`, or a class of the user; anything else is a configuration
+    error."""
     assert isinstance(tool_format("mistral", ""), TOOL_FORMATS["mistral"])  # type: ignore[arg-type]
     assert tool_format("none", "tools <tool_call>") is None
     own = tool_format("headwater.server.parsing.formats:HermesFormat", "")

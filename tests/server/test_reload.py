@@ -7,7 +7,7 @@ from tests.server.harness import error, run
 
 
 def test_an_engine_that_cannot_reload_refuses_and_continues():
-    """Refused with a message; admission continues as before."""
+    """The call is refused with a message; admission continues as before."""
 
     async def scenario(harness):
         found = error(await harness.post("/v1/reload_weights"), 400)
@@ -19,7 +19,7 @@ def test_an_engine_that_cannot_reload_refuses_and_continues():
 
 
 def test_folders_that_were_not_offered_are_refused():
-    """Only a folder beside the one given at start; limits on the fields."""
+    """Only folders beside the one given at start are accepted, and fields have limits."""
 
     async def scenario(harness):
         answer = await harness.post("/v1/reload_weights", {"model": "/etc"})
@@ -60,7 +60,7 @@ def test_two_reloads_at_once_are_one_and_a_refusal():
 
 
 def test_a_reload_that_cannot_drain_is_refused_and_changes_nothing():
-    """503 with a code for clients; an earlier pause stays."""
+    """The answer is a 503 with a code for clients; an earlier pause stays."""
 
     async def scenario(harness):
         harness.engine.core.allow_reload(lambda folder: harness.engine.info)

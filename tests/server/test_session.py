@@ -28,7 +28,8 @@ def responses(**fields) -> ChatRequest:
 
 
 def test_the_session_is_named_by_the_first_field_that_is_set():
-    """`session_id` first, then `conversation` and `prompt_cache_key`; otherwise none."""
+    """The order is `session_id`, `conversation`, `prompt_cache_key`; without them there is no
+    session."""
     assert session_name(chat()) == ""
     assert session_name(chat(prompt_cache_key="k")) == "k"
     assert session_name(chat(prompt_cache_key="k", conversation="c")) == "c"

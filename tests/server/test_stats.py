@@ -10,7 +10,8 @@ from tests.server.harness import error, run
 
 
 def test_stats_has_what_cache_has_and_what_the_server_counted():
-    """One answer for the dashboard: counters, latencies, tiers, and finished requests."""
+    """One answer has everything for the dashboard: counters, latencies, tiers, and finished
+    requests."""
 
     async def scenario(harness):
         await harness.complete(prompt="x" * 100, max_tokens=8)
@@ -31,7 +32,8 @@ def test_stats_has_what_cache_has_and_what_the_server_counted():
 
 
 def test_history_has_a_point_for_each_interval_between_samples():
-    """Rates of the interval with the reasons of computed tokens; `after` selects new points."""
+    """A point has the rates of the interval with the reasons of computed tokens; `after`
+    selects new points."""
 
     async def scenario(harness):
         sampler = HistorySampler(harness.service)
@@ -55,7 +57,7 @@ def test_history_has_a_point_for_each_interval_between_samples():
 
 
 def test_stats_shows_progress_and_what_a_request_waits_for():
-    """A running sequence with its tokens, and one that waits for room."""
+    """It shows a running sequence with its tokens, and one that waits for room."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -78,7 +80,7 @@ def test_stats_shows_progress_and_what_a_request_waits_for():
 
 
 def test_the_tree_shows_shapes_and_of_salted_tenants_a_sum():
-    """Lesson 67: sizes only; no token, no salt, no text."""
+    """Lesson 67: it has sizes only; no token, no salt, no text."""
 
     async def scenario(harness):
         await harness.complete(prompt="a" * 64, max_tokens=1)
@@ -108,7 +110,7 @@ def test_the_tree_is_bounded(query):
 
 
 def test_the_page_and_its_parts_need_no_key_and_load_nothing_from_elsewhere():
-    """Static files with a policy that allows only this server."""
+    """They are static files with a policy that allows only this server."""
 
     async def scenario(harness):
         page = await harness.client.get("/dashboard")

@@ -168,7 +168,7 @@ def test_an_incomplete_call_is_flagged(text):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_another_instance_continues_inside_a_call(path):
-    """After any token: the events of both instances together are those of one."""
+    """After any token, the events of both instances together are those of one."""
 
     async def scenario(harness):
         body = BODIES[path] | {"stream": True, "request_id": "abc"}

@@ -71,7 +71,7 @@ class EngineLives:
     @property
     def pid(self) -> int:
         """Process id of the engine."""
-        assert self._engine is not None, "asked after the first start"
+        assert self._engine is not None, "called after the first start"
         return self._engine.pid
 
     async def run(
@@ -176,7 +176,7 @@ class EngineLives:
     ) -> int:
         """Report the end of an engine and return the number of restarts before it. Raises
         EngineDead when no restart is left."""
-        assert self._engine is not None, "there was one"
+        assert self._engine is not None, "an engine was started"
         self._num_violations += self._engine.has_broken_invariant
         log.error("engine died: pid=%d reason=%s", self._engine.pid, reason)
         before = budget.take(self._clock.now())

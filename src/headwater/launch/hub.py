@@ -141,7 +141,8 @@ class _Translated:
         else:
             # Raised by several libraries: sockets, HTTP, files of the cache.
             reason = (
-                f"the hub cannot be asked ({_first_line(error)}); download it where there is a "
+                f"the hub cannot be reached ({_first_line(error)}); download it where there "
+                f"is a "
                 "network (hf download) and give the folder"
             )
         raise ModelError(

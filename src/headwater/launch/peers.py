@@ -51,7 +51,7 @@ def open_peers(
 
 
 def _in_place(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
-    """For blocks in main memory, which links read and write in place."""
+    """Memory and links for blocks in main memory, which links read and write in place."""
     # Imported here: torch is already imported when a pool exists.
     from headwater.device.blocks import PoolBlocks
 
@@ -60,8 +60,8 @@ def _in_place(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
 
 
 def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
-    """For blocks on a device or on several ranks. They pass through staging buffers, unless a
-    link maps the device's memory."""
+    """Memory and links for blocks on a device or on several ranks. The blocks pass through
+    staging buffers, unless a link maps the device's memory."""
     memory, device = _device_blocks(host)
     return memory, lambda links, deliver: StagedLinks(
         links,
@@ -75,7 +75,7 @@ def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
 
 
 def _device_blocks(host: HostMemory) -> tuple[Memory, DeviceMemory | None]:
-    """The blocks for hand-offs, and the same if peers may map them."""
+    """The blocks for hand-offs, and the device memory that peers may map, if they may."""
     if host.copies is not None:
         from headwater.device.parallel.copier import RankedBlocks
 

@@ -35,12 +35,12 @@ _WRITTEN = {
     "auto": "a block is written to it before it leaves the device",
     "write_through_selective": "a block is written to it when it is first found again",
     "write_back": "a block is written to it when the device is about to evict it",
-    "none": "no block is written to it by use",
+    "none": "blocks are not written to it when they are computed or evicted",
 }
 
 _LOADED = {
-    "priced": "loaded or computed, whatever is measured to be faster",
-    "best_effort": "loaded or computed, whatever is faster; storage is never waited for",
+    "priced": "loaded or computed, whichever was measured to be faster",
+    "best_effort": "loaded or computed, whichever is faster; no request waits for storage",
     "wait": "always loaded, however long it takes",
     "deadline": "always loaded",
 }
@@ -67,7 +67,7 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     if not num_blocks:
         raise ConfigError(
             f"--swap-space {config.swap_space_gib:g} is too small for one block of "
-            f"{layout.block_bytes / (1 << 20):.1f} MiB; raise it"
+            f"{layout.block_bytes / (1 << 20):.1f} MiB; raise --swap-space"
         )
     return num_blocks
 
@@ -157,7 +157,7 @@ def open_backend(
     config: EngineConfig, scheme: KeyScheme, slab: HostSlab, clock: Clock
 ) -> GuardedStorage:
     """The storage backend of `config`, for blocks of `scheme` in `slab`."""
-    assert config.storage_backend is not None, "asked only where there is storage"
+    assert config.storage_backend is not None, "called only with a storage backend"
     opening = Opening(
         format=BlockFormat(
             # The root key of a deployment identifies the format of its blocks.

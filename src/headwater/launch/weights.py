@@ -78,7 +78,7 @@ def require_unseen(weights: Weights | None, trace: Path) -> None:
 
 def _parse(saved: Any) -> Weights:  # noqa: ANN401 -- whatever the file holds
     if saved["version"] != _VERSION:
-        raise ValueError(f"version {saved['version']}, not {_VERSION}")
+        raise ValueError(f"it has version {saved['version']}, expected {_VERSION}")
     return Weights(
         bias=np.array(saved["bias"], dtype=np.float64),
         features=np.array(saved["features"], dtype=np.float64),

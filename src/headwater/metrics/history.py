@@ -29,7 +29,7 @@ class HistoryPoint(Struct, frozen=True, kw_only=True):
     elapsed_s: float
     rates: ServerRates
     minute_ttft: Quantiles | None
-    """Over the last minute, because an interval has too few requests for percentiles."""
+    """Percentiles over the last minute, because an interval has too few requests for them."""
 
     minute_itl: Quantiles | None
     running: int

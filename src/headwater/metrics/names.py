@@ -94,7 +94,7 @@ UNWRITTEN = Metric(
 LOST_BLOCKS = Metric(
     "tier_lost_blocks_total",
     Kind.COUNTER,
-    "Blocks that left memory unstored, or storage.",
+    "Blocks that left their last tier: memory, without being in storage; or storage.",
     ("tier",),
 )
 EXPECTED_SECONDS = Metric(
@@ -158,8 +158,10 @@ HINTS = Metric(
     ("outcome",),
 )
 PD_IN_FLIGHT = Metric("pd_handoffs_in_flight", Kind.GAUGE, "Hand-offs in flight.", ("side",))
-PD_ASKS = Metric("pd_asks_total", Kind.COUNTER, "Requests for room on a peer.", ("side",))
-PD_HANDOFFS = Metric("pd_handoffs_total", Kind.COUNTER, "Hand-offs that ended well.", ("side",))
+PD_ASKS = Metric(
+    "pd_asks_total", Kind.COUNTER, "Requests for free blocks on a peer.", ("side",)
+)
+PD_HANDOFFS = Metric("pd_handoffs_total", Kind.COUNTER, "Hand-offs that succeeded.", ("side",))
 PD_REFUSALS = Metric(
     "pd_refusals_total", Kind.COUNTER, "Hand-offs that did not begin.", ("side", "reason")
 )

@@ -28,7 +28,7 @@ underscore, and queries would not find the metrics."""
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 Values = Mapping[tuple[str, ...], float]
-"""By the values of a metric's labels."""
+"""Numbers by the values of a metric's labels."""
 
 
 def render(

@@ -15,7 +15,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Quantiles of the observations in between, as exact as the buckets allow."""
+    """Quantiles of the observations between two answers, as exact as the buckets allow."""
 
     p50_s: float
     p99_s: float
@@ -35,7 +35,7 @@ class ServerRates:
     """Prompt tokens that were computed, by the reason why the first of them was not found."""
 
     links: Mapping[str, float]
-    """Bytes, by link."""
+    """Bytes per second, by link."""
 
     ttft: Quantiles | None
     itl: Quantiles | None
@@ -53,7 +53,7 @@ def is_restart(before: Answer, now: Answer) -> bool:
 
 
 def rates_between(before: Answer, now: Answer) -> ServerRates | None:
-    """None if no time passed, or another server answered."""
+    """The rates between two answers; None if no time passed, or another server answered."""
     elapsed_s: float = now["uptime_s"] - before["uptime_s"]
     if is_restart(before, now) or elapsed_s <= 0:
         return None
@@ -108,7 +108,7 @@ def _rise(before: float, now: float) -> float:
 
 
 def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | None:
-    """Quantiles of the observations in between; None if there were none."""
+    """Quantiles of the observations between two answers; None if there were none."""
     counts = [new - old for new, old in zip(now["counts"], before["counts"], strict=True)]
     if sum(counts) <= 0:
         return None

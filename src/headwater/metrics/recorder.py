@@ -55,7 +55,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[Metric, str]] = Counter()
-        """By metric and label value; the value is empty for a metric without labels."""
+        """Counts by metric and label value; the value is empty for a metric without labels."""
         self.histograms = {
             metric: Histogram(metric.buckets)
             for metric in names.SERVER_METRICS

@@ -51,7 +51,7 @@ class CacheDetails(Struct, kw_only=True):
     """KV bytes loaded from lower tiers or peers."""
 
     load: LoadDetails | None
-    """Of the first prompt with a lower-tier match or lookup."""
+    """The load decision of the first prompt with a lower-tier match or lookup."""
 
 
 class PromptTokensDetails(Struct, kw_only=True):

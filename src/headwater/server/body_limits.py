@@ -33,7 +33,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 def decode_long_json(raw: bytes, kind: type[S]) -> S:
     """A long JSON body as `kind`. Raises RequestRefused when it is wrong or above a limit."""
-    # Lists and objects are what parsing is slow at: millions of them take many seconds.
+    # Parsing lists and objects is slow: millions of them take many seconds.
     if _num_containers(raw) > MAX_VALUES:
         raise _too_many()
     body = decode_json(raw, kind)

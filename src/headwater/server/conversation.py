@@ -29,7 +29,7 @@ class Conversation:
     """The content of one request, independent of its API."""
 
     messages: Sequence[dict[str, Any]]
-    """In the form of the chat template."""
+    """Messages in the form that the chat template takes."""
 
     tools: ToolUse = field(default_factory=ToolUse)
     structured: StructuredOutput | None = None

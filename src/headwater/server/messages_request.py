@@ -33,7 +33,7 @@ from headwater.server.schema import (
 T = TypeVar("T")
 
 _HOUR = ReturnsIn(returns_in_s=(3600.0 - 30.0) / 2)
-"""A session that is expected is kept for twice the announced time and 30 s: an hour."""
+"""Announced return time with which a session is kept for an hour: twice that time plus 30 s."""
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a block that changes with every request. The block

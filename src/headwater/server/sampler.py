@@ -21,7 +21,7 @@ class HistorySampler:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._answers: deque[Answer] = deque(maxlen=int(MINUTE_S / INTERVAL_S) + 1)
-        """The last minute, oldest first."""
+        """Answers of `/stats` in the last minute, oldest first."""
 
     async def run(self) -> None:
         """Sample until cancelled."""

@@ -119,7 +119,7 @@ class LiveRequests:
 
 
 def make_fair_share(max_num_seqs: int) -> FairShare:
-    """Slightly more sequences than the engine computes in one step."""
+    """A `FairShare` that lets slightly more sequences into the engine than one step computes."""
     return FairShare(max_num_seqs + max(4, max_num_seqs // 8))
 
 

@@ -21,7 +21,7 @@ class TlsConfig:
     (mutual TLS); None verifies with the system's CAs and asks for no client certificate."""
 
     def server_context(self) -> ssl.SSLContext:
-        """For listeners. With a CA, a client certificate is verified if one is sent."""
+        """The context of listeners. With a CA, a client certificate is verified if one is sent."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(context)
@@ -30,7 +30,8 @@ class TlsConfig:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For connections to other processes of the cluster; presents the certificate."""
+        """The context of connections to other processes of the cluster; presents the
+        certificate."""
         context = ssl.create_default_context(cafile=self.ssl_ca_certs)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(context)

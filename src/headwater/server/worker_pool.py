@@ -57,7 +57,7 @@ class WorkerPool:
             deadline.cancel()
             self._slots.release()
             if call.cancelled() or call.exception() is not None:
-                # Half a result may be in its pipe: it is not used again.
+                # The pipe may contain half a result, so this worker is not used again.
                 self._all.discard(worker)
                 _end_in_thread(worker)
             else:
@@ -101,8 +101,8 @@ class _Worker:
         """Send a body and wait for the result. OSError or EOFError when the worker died."""
         process = self._started()
         source, sink = process.stdout, process.stdin
-        assert source is not None, "asked for a pipe"
-        assert sink is not None, "asked for a pipe"
+        assert source is not None, "the process has pipes"
+        assert sink is not None, "the process has pipes"
         head = len(task).to_bytes(1, "big") + task + limit.to_bytes(8, "big")
         sink.write((len(head) + len(body)).to_bytes(8, "big") + head)
         sink.write(body)

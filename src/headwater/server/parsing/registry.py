@@ -26,7 +26,7 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "mistral": MistralFormat,
     "qwen_coder": QwenCoderFormat,
 }
-"""By the value of `--tool-call-parser`."""
+"""Tool formats by the value of `--tool-call-parser`."""
 
 _SIGNS = (
     ("<|channel|>", "harmony"),
@@ -47,7 +47,7 @@ REASONING_TAGS: dict[str, ReasoningTags] = {
     "kimi": ReasoningTags(opening="◁think▷", closing="◁/think▷"),
     "seed": ReasoningTags(opening="<seed:think>", closing="</seed:think>"),
 }
-"""By the value of `--reasoning-parser`; harmony's channels are part of its tool format."""
+"""Tags by the value of `--reasoning-parser`; harmony's channels are part of its tool format."""
 
 AUTO, NONE = "auto", "none"
 

@@ -174,7 +174,7 @@ def _ready(router: Router) -> list[Instance]:
 
 
 def _cards(router: Router) -> dict[str, ModelCard]:
-    """By name. The length of a prompt is limited by the instance with the lowest limit."""
+    """The served models by name, each with the lowest prompt limit of its instances."""
     cards: dict[str, ModelCard] = {}
     for entry in _ready(router):
         name, limit = entry.registration.model, entry.registration.max_model_len

@@ -40,7 +40,8 @@ class RouterConfig:
     delay a few heartbeats; a killed instance is noticed earlier, by its closed connections."""
 
     forget_s: float = 15.0
-    """Without one for this time it is removed and its requests continue elsewhere."""
+    """Without a sign of life for this time an instance is removed, and its requests continue
+    elsewhere."""
 
     sweep_s: float = 0.25
     """Interval of checks for overdue heartbeats."""

@@ -13,7 +13,7 @@ class Instance:
     def __init__(self, registration: Registration, *, now: float) -> None:
         self.registration = registration
         self.group = registration.group
-        """Hand-offs, peer reads and continued streams stay within it."""
+        """Its model group. Hand-offs, peer reads and continued streams stay within it."""
         self.seen_s = now
         self.view = BlockView(registration.epoch)
         self.recent = RecentWork()

@@ -64,7 +64,7 @@ class FieldReader:
         return msgspec.msgpack.decode(result, type=PromptFields)
 
     def close(self) -> None:
-        """Calling it twice is safe."""
+        """End the worker processes. Calling it twice is safe."""
         self._workers.close()
 
 

@@ -89,7 +89,7 @@ class PromptReader:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
 
     def close(self) -> None:
-        """Calling it twice is safe."""
+        """End the threads and processes. Calling it twice is safe."""
         self._fields.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
