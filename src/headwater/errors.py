@@ -11,7 +11,7 @@
   + ModelError        a model directory that cannot be served; says why
   + StorageError      a tier below failed; becomes a cache miss, never a 5xx
     - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
-    - StorageCorrupt  a block could not prove what it is; `reason` says how
+- StorageCorrupt  stored bytes are not the requested block; `reason` says how
     - StorageBadAnswer    a backend answered something that its interface does not allow
     - StorageUnavailable  it failed repeatedly, and is not called for now
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss

@@ -9,7 +9,8 @@ from headwater.cli import main
 
 @pytest.mark.slow
 def test_a_cluster_withstands_hostile_bytes(capsys):
-    """No process ends, nothing hangs, and no status of 500 or above but 503."""
+    """No process ends, nothing hangs, and no response has a status of 500 or above except
+    503."""
     assert main(["bench", "attack", "--minutes", "0.1", "--json"]) == 0, capsys.readouterr()
 
     result = json.loads(capsys.readouterr().out)

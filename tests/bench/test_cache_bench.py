@@ -61,7 +61,7 @@ def test_hits_are_those_of_a_naive_model(capacity_tokens):
 
 
 def test_the_workload_is_the_same_every_time():
-    """A seed is a workload."""
+    """The same seed gives the same workload."""
     assert make_workload(20) == make_workload(20)
     assert make_workload(20) != make_workload(20, seed=2)
 
@@ -97,7 +97,8 @@ def test_every_configuration_uses_its_tiers_and_records_its_events():
 
 
 def test_steps_of_many_sequences_are_measured():
-    """Scheduling and encoding of a step, with every block filling in the same step."""
+    """The report has the times to schedule and encode a step in which every sequence fills a
+    block."""
     steps = measure_steps(40, block=16, num_steps=20)
 
     assert 0 < steps["median_ms"] <= steps["worst_ms"]

@@ -11,7 +11,8 @@ from headwater.cli import main
 
 @pytest.mark.slow
 def test_json_has_the_promised_keys(capsys):
-    """Block hits by policy and capacity, and how much of the gap each closes."""
+    """The report has block hits by policy and capacity, and the share of the gap that each
+    closes."""
     flags = ["--quick", "--requests", "300", "--capacity", "50,100000", "--json"]
     assert main(["bench", "eviction", *flags]) == 0
 
@@ -62,7 +63,7 @@ def test_hints_are_for_every_policy_but_the_lru(capsys):
 
 
 def test_a_shape_needs_generated_sessions(tmp_path, capsys):
-    """With a trace it would do nothing, so it is refused."""
+    """With a trace, --shape would do nothing, so it is refused."""
     flags = ["--trace", str(tmp_path / "t.jsonl"), "--shape", "loops"]
     assert main(["bench", "eviction", *flags]) == 1
     assert "--shape" in capsys.readouterr().err

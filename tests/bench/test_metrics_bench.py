@@ -9,7 +9,7 @@ from headwater.bench.metrics import main
 
 @pytest.mark.slow
 def test_the_metrics_benchmark_reports_the_cost_of_counting(capsys):
-    """Shares of a step; the documentation has the figure itself."""
+    """The report has the costs as shares of a step."""
     assert main(["--quick", "--json", "--batch", "4"]) == 0
 
     result = json.loads(capsys.readouterr().out)

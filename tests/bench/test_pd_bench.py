@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.nightly
 def test_the_engine_part_prints_its_figures(capsys):
-    """Two pairs of servers, a few requests, one JSON object."""
+    """Two pairs of servers answer a few requests, and one JSON object is printed."""
     assert main(["--quick", "--json", "--parts", "engine"]) == 0
 
     result = json.loads(capsys.readouterr().out)
@@ -24,7 +24,8 @@ def test_the_engine_part_prints_its_figures(capsys):
 
 
 def test_a_pair_finds_on_a_trace_what_a_mixed_instance_finds(capsys):
-    """Lesson 48: prompt tokens served from cache, with P as large as the mixed instance."""
+    """Lesson 48: the pair, whose P is as large as the mixed instance, finds as many prompt
+    tokens."""
     assert main(["--quick", "--json", "--parts", "hits"]) == 0
 
     hits = json.loads(capsys.readouterr().out)["pd_hits"]

@@ -78,7 +78,8 @@ def test_a_reply_is_read_wherever_the_network_splits_it(cut):
 
 
 def test_figures_are_what_the_clients_saw():
-    """Time to the first token, gaps between tokens, shares of the prompt."""
+    """The report has the times to the first token, gaps between tokens and shares of the
+    prompt."""
     row = summarise([answer_of([100])], seconds=4.0)
 
     assert row["output_tokens_per_s"] == 0.5
@@ -105,7 +106,7 @@ def test_ratios_are_ours_over_theirs():
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_same_seed_gives_the_same_workload(name):
-    """The same every time; another seed shares no prefix with it."""
+    """A seed gives one workload; another seed shares no prefix with it."""
     first, again, other = (
         make_workload(name, concurrency=2, vocab=32_000, seed=seed, output_tokens=4)
         for seed in (1, 1, 2)

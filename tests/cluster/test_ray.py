@@ -39,7 +39,7 @@ class RayNodes:
         self.address = self._cluster.address
 
     def kill(self, node):
-        """All processes of the node at once, with SIGKILL."""
+        """Kill all processes of the node at once, with SIGKILL."""
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self):

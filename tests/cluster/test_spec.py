@@ -106,7 +106,7 @@ def test_the_schema_in_the_project_is_the_one_of_the_code(capsys):
 
 
 def test_example_files_of_the_project_are_valid(capsys):
-    """Each would start as it is."""
+    """Each file can be started unchanged."""
     examples = sorted((ROOT / "deploy/clusters").glob("*.yaml"))
     assert examples
     for example in examples:

@@ -143,7 +143,8 @@ def test_routers_start_first_and_instances_register_at_them(cluster):
 
 
 def test_a_process_that_dies_is_started_again_later_each_time_and_then_stays_down(cluster):
-    """Back-off of 1 and 2 s; the third death within ten minutes is the last."""
+    """It is started again after 1 s and 2 s; after the third death within ten minutes it stays
+    down."""
     for delay_s in (1.0, 2.0):
         cluster.host.runs("decode-1")[-1].end()
         cluster.until("decode-1", "restarting")
@@ -213,7 +214,7 @@ def test_a_rolling_restart_restarts_one_after_the_other_with_new_flags(cluster):
 
 
 def test_a_process_that_ignores_the_drain_is_killed():
-    """After the longest drain and some seconds."""
+    """It is killed some seconds after the longest drain time."""
     cluster = Cluster().start()
     cluster.host.ignores_stop = True
     cluster.ask("drain", name="decode-1")
@@ -244,7 +245,7 @@ def test_down_stops_instances_before_routers(cluster):
 
 
 def test_instances_have_gpus_of_their_own():
-    """Also after scaling: a GPU in use is not assigned twice."""
+    """A GPU in use is not assigned twice, also after scaling."""
     roles = {"mixed": RoleSpec(count=2)}
     cluster = Cluster(roles=roles, gpus_per_instance=1, gpus=[4, 5, 6]).start()
     cluster.ask("scale", roles={"mixed": 3})

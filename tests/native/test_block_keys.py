@@ -38,7 +38,7 @@ def test_native_keys_are_those_of_hashlib(prepared, parent, blocks, tail, stride
 
 
 def test_without_a_compiler_keys_are_hashed_in_python(tmp_path):
-    """The same keys, and a warning that says what is slower."""
+    """The keys are the same, and a warning says what is slower."""
     script = (
         "from headwater.native import block_keys as k\n"
         "assert not k.prepare()\n"

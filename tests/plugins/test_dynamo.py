@@ -31,7 +31,8 @@ async def collect(engine, tokens, **options):
 
 @pytest.mark.slow
 def test_a_dynamo_worker_serves_reports_its_load_and_publishes_events():
-    """Tokens, usage with cached tokens, block size for the router, and a private event socket."""
+    """It has tokens, usage with cached tokens, the block size for the router, and a private
+    event socket."""
 
     async def scenario():
         flags = ["--", "--num-gpu-blocks-override", "64", "--block-size", "16"]

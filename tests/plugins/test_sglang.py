@@ -87,7 +87,7 @@ def tokens_of(pages):
 
 
 def test_pages_move_in_place_between_two_instances(make_backend):
-    """Written from one host pool, found and read into another's pages."""
+    """Pages written from one host pool are found and read into another's pages."""
     (first, source), (second, target) = make_backend(), make_backend()
     source.kv_buffer.copy_(torch.rand(source.kv_buffer.shape))
     keys = hashes_of(3)
@@ -102,7 +102,7 @@ def test_pages_move_in_place_between_two_instances(make_backend):
 
 
 def test_flat_pages_come_back_where_the_zero_copy_interface_is_off(make_backend):
-    """SGLang's generic interface: one tensor per page."""
+    """SGLang's generic interface has one tensor per page."""
     backend, pool = make_backend(v1=False)
     pages = [torch.rand(pool.get_dummy_flat_data_page().shape).to(pool.dtype) for _ in range(2)]
     keys = hashes_of(2)
@@ -178,7 +178,7 @@ def test_another_element_type_or_layout_finds_nothing(make_backend):
     ],
 )
 def test_unknown_and_unsupported_settings_are_refused(make_backend, settings, message):
-    """At the start, with what to do."""
+    """They are refused at the start, with what to do."""
     with pytest.raises(ConfigError, match=message):
         make_backend(**settings)
 

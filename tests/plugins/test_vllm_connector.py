@@ -137,7 +137,7 @@ def test_blocks_come_back_from_the_host_tier(make_engine, eviction):
 
 
 def test_a_second_instance_finds_the_blocks_of_the_first_in_storage(make_engine):
-    """Including blocks that the first one's host tier has evicted since."""
+    """This includes blocks that the first one's host tier has evicted since."""
     first = make_engine(num_slots=16)
     hashes = make_hashes(12)
     first.serve("cold", hashes)
@@ -193,7 +193,7 @@ def test_a_host_tier_full_of_leased_blocks_saves_what_fits(make_engine):
 
 
 def test_any_mix_of_requests_and_faults_gives_right_bytes(make_engine):
-    """Random prompts that share prefixes, small tiers, storage that fails at times."""
+    """Random prompts share prefixes, tiers are small, and storage fails at times."""
     rng = random.Random(11)
     engines = [make_engine(num_slots=24, eviction=name) for name in ("lru", "session")]
     for number in range(60):

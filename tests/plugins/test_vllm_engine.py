@@ -163,7 +163,7 @@ def test_after_kill_9_while_storing_the_next_process_is_right(model, expected, t
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
 def test_damaged_slabs_never_change_a_token(model, expected, tmp_path, damage):
-    """A flipped bit in every block, or a slab that was cut."""
+    """Every block has a flipped bit, or a slab is truncated."""
     folder = tmp_path / "kv"
     job = {"connector": file_storage(folder), "batches": [make_prompts()]}
     run(model, {**job, "drain_s": 600})
@@ -186,7 +186,7 @@ def test_damaged_slabs_never_change_a_token(model, expected, tmp_path, damage):
 
 
 def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
-    """A file system of 4 MiB: writes are refused, and requests continue."""
+    """On a file system of 4 MiB writes are refused, and requests continue."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(

@@ -164,7 +164,8 @@ def in_memory():
 
 
 def test_chunks_come_back_cold_warm_evicted_restarted_and_in_a_second_instance(start, tmp_path):
-    """From the CPU tier, then from storage after other prompts took its place, then elsewhere."""
+    """They come from the CPU tier, then from storage after other prompts took their place, then
+    in another process."""
     first = start(**in_files(tmp_path / "kv"))
     keys = make_keys(8)
 
@@ -202,7 +203,7 @@ def test_damaged_files_never_give_a_wrong_chunk(start, tmp_path, damage):
 
 
 def test_a_full_disk_refuses_chunks_and_nothing_else(start, tmp_path):
-    """A file system of 1 MiB: stores fail, requests continue."""
+    """On a file system of 1 MiB stores fail, and requests continue."""
     folder = tmp_path / "small"
     folder.mkdir()
     options = "size=1m,mode=0700"

@@ -43,7 +43,7 @@ def plain_lru_hits(paths, capacity):
 @search(examples=150)
 @given(requests=traces(), capacity=st.integers(0, 12))
 def test_lru_hits_are_those_of_a_plain_computation(requests, capacity):
-    """Block for block, also if a request is longer than the cache."""
+    """They are equal block for block, also if a request is longer than the cache."""
     paths = [request.hash_ids for request in requests]
 
     assert replay_cache(requests, capacity).hit_blocks == plain_lru_hits(paths, capacity)
@@ -52,7 +52,7 @@ def test_lru_hits_are_those_of_a_plain_computation(requests, capacity):
 @search(examples=60)
 @given(requests=traces(), capacity=st.integers(0, 12), name=st.sampled_from(sorted(POLICIES)))
 def test_a_cache_holds_no_more_than_its_capacity(requests, capacity, name):
-    """After every request, under every policy, with all invariants checked."""
+    """This is checked after every request and under every policy, with all invariants."""
     replay = CacheOnly(capacity, 12, eviction=name)
     for request in requests:
         replay.serve(request, request.whole_blocks())
@@ -71,7 +71,7 @@ def test_tokens_of_a_partial_block_are_counted_as_they_are():
 
 
 def test_the_command_prints_what_was_found(tmp_path, capsys):
-    """One JSON object, for every policy and the optimum."""
+    """It prints one JSON object, for every policy and for the optimum."""
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}] * 2
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,7 +85,7 @@ def test_the_command_prints_what_was_found(tmp_path, capsys):
 
 
 def test_an_impossible_capacity_is_refused(tmp_path, capsys):
-    """With an error message, as are flags that apply only to the cache alone."""
+    """There is an error message, also for flags that apply only to the cache alone."""
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}
     trace.write_text(json.dumps(row) + "\n")
@@ -113,7 +113,8 @@ def test_variants_keep_requests_whole_and_in_order():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "capacity", "share"), LRU_OF_PUBLIC_TRACES)
 def test_lru_on_the_public_traces_is_exact(name, capacity, share):
-    """The counts of an independent computation, and the known percentages."""
+    """The counts are those of an independent computation, and the percentages are the known
+    ones."""
     requests = public_trace(name)
     paths = [request.hash_ids for request in requests]
     replayed = replay_cache(requests, capacity)
@@ -134,7 +135,7 @@ def test_lru_on_the_public_traces_is_exact(name, capacity, share):
     ],
 )
 def test_session_closes_its_share_of_the_gap(name, capacity, closed):
-    """Learned online from past requests only, without initial weights."""
+    """It learns from past requests only, without initial weights."""
     requests = public_trace(name)
     lru = replay_cache(requests, capacity).hit_blocks
     session = replay_cache(requests, capacity, eviction="session").hit_blocks
@@ -147,8 +148,8 @@ def test_session_closes_its_share_of_the_gap(name, capacity, closed):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("capacity", [300, 1_500, 6_000])
 def test_session_is_not_worse_than_lru_on_made_sessions(seed, capacity):
-    """Chats, documents and agents for which nothing was tuned: at least LRU minus 0.3
-    points."""
+    """It finds at least LRU minus 0.3 points on chats, documents and agents for which nothing
+    was tuned."""
     requests = make_sessions(2_500, seed=seed)
     lru = replay_cache(requests, capacity).block_hit
     session = replay_cache(requests, capacity, eviction="session").block_hit

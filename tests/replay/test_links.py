@@ -32,7 +32,7 @@ def run_link(cost, jobs):
 
 
 def test_one_copy_takes_latency_and_bytes_over_bandwidth():
-    """100 B at 100 B/s with 0.25 s of latency: 1.25 s."""
+    """100 B at 100 B/s with 0.25 s of latency take 1.25 s."""
     ends, link = run_link(LinkCost(bytes_s=100, latency_s=0.25), [(1.0, 100)])
 
     assert ends == [(2.25, 1.25)]
@@ -92,7 +92,7 @@ def test_a_link_carries_everything_and_no_faster_than_it_can(jobs, max_jobs):
 
 
 def test_a_link_that_carries_nothing_is_refused():
-    """No bandwidth or no places: an error message."""
+    """A link without bandwidth or without places gets an error message."""
     with pytest.raises(ConfigError, match="must be positive"):
         LinkCost(bytes_s=0)
     with pytest.raises(ConfigError, match="at least one copy"):

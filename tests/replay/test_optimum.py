@@ -72,7 +72,7 @@ def test_a_cache_that_never_fills_is_optimal():
     ],
 )
 def test_ceilings_of_the_public_traces(name, capacity, share):
-    """As found by an independent study."""
+    """The values are those of an independent study."""
     replayed = replay_optimum(public_trace(name), capacity)
 
     assert round(100 * replayed.block_hit, 2) == share

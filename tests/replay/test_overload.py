@@ -32,7 +32,7 @@ from tests.replay.traces import gib, make_config, make_request
     ],
 )
 def test_a_queue_that_only_grew_is_an_overload(waiting, expected):
-    """A burst, waves or a constant queue are not: the machines catch up."""
+    """A burst, waves or a constant queue are not an overload: the machines catch up."""
     assert only_grew(waiting) is expected
 
 

@@ -116,7 +116,7 @@ def test_a_fixed_budget_alone_makes_tokens_late():
 
 @pytest.mark.parametrize("every_s", [0.005, 0.03])
 def test_steps_taken_at_once_measure_what_steps_one_by_one_measure(every_s):
-    """The whole report, bit for bit, with a target that bounds most steps."""
+    """The whole report is equal, bit for bit, with a target that bounds most steps."""
     requests = make_small_trace(60, seed=2, every_s=every_s)
     reports = []
     for fast_forward in (True, False):

@@ -79,7 +79,7 @@ def test_the_front_has_the_plans_that_no_other_beats_for_its_price():
 
 
 def test_the_verdict_without_an_slo_is_the_cheapest_that_is_nearly_as_fast_as_the_best():
-    """Within 5 % of the best first token; it says what more money would buy."""
+    """Its first token is within 5 % of the best; the verdict says what more money would buy."""
     pairs = ((1, 1000), (2, 520), (4, 500))
     points = [make_point(*pair) | {"name": f"size {pair[0]}"} for pair in pairs]
 
@@ -142,7 +142,7 @@ def test_one_more_tib_is_by_the_memory_of_all_instances():
 
 
 def test_prices_are_of_instances_and_of_every_gib():
-    """Tiers of each instance, storage once; missing prices are the defaults."""
+    """The tiers of each instance are counted, storage once; missing prices are the defaults."""
     prices = parse_prices(["instance=100,host=1024", "storage=2048", "device=0"])
     config = make_config(num_instances=3, host_gib=gib(1024), storage_gib=gib(2048))
     gibs = gib(1024)
@@ -156,7 +156,8 @@ def test_prices_are_of_instances_and_of_every_gib():
 
 @pytest.mark.slow
 def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
-    """In two processes: every point, gains by TiB, the cheapest within the SLO, a picture."""
+    """Two processes compute every point; the plan has gains by TiB, the cheapest deployment
+    within the SLO, and a picture."""
     flags = [
         "--device-gib",
         "0.5,4",
@@ -205,6 +206,6 @@ def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
     ],
 )
 def test_mistakes_in_settings_get_a_message(trace, flags, message, capsys):
-    """Before any process starts."""
+    """The message comes before any process starts."""
     assert main(["plan", trace, *flags]) == 1
     assert message in capsys.readouterr().err

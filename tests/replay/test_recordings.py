@@ -56,7 +56,8 @@ async def serve_turns(path, num_turns=4):
 
 @pytest.mark.slow
 def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
-    """Request by request, including generated blocks that returned with the next turn."""
+    """This holds request by request, including generated blocks that returned with the next
+    turn."""
     path = tmp_path / "served.jsonl"
     found, _ = asyncio.run(serve_turns(path))
     # The simulated machine is far slower than the echo: let each turn end before the next.
@@ -70,7 +71,7 @@ def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
 
 @pytest.mark.slow
 def test_nothing_of_the_content_is_in_a_recording(tmp_path):
-    """Only times, lengths and keys; the same requests have other keys the next time."""
+    """It has only times, lengths and keys; the same requests have other keys the next time."""
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for path in (first, second):
         asyncio.run(serve_turns(path, num_turns=2))
@@ -153,7 +154,7 @@ def test_a_recording_overwrites_nothing_and_leaves_nothing_empty(tmp_path):
 
 
 def test_damaged_recordings_are_explained(tmp_path):
-    """The line, and what is wrong with it."""
+    """The message names the line and what is wrong with it."""
     path = tmp_path / "r.jsonl"
     head = '{"headwater_recording": 1, "block_tokens": 16}\n'
     for text, message in (

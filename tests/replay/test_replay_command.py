@@ -40,7 +40,7 @@ def trace(tmp_path):
 
 
 def test_json_has_what_is_promised_and_is_the_same_each_time(trace, capsys):
-    """Keys, percentiles, and equal bytes except for the wall time."""
+    """It has the keys and percentiles, and equal bytes except for the wall time."""
     results = []
     for _ in range(2):
         flags = ["--host-gib", "2", "--slo", "ttft_p99=2s,itl_p99=1s", "--json"]
@@ -56,7 +56,7 @@ def test_json_has_what_is_promised_and_is_the_same_each_time(trace, capsys):
 
 
 def test_the_table_says_where_tokens_came_from(trace, capsys):
-    """For people, on standard output; standard error is empty without a terminal."""
+    """The table is on standard output; standard error is empty without a terminal."""
     assert main(["replay", trace, "--instances", "2", "--slo", "ttft_p50=1us"]) == 0
     printed = capsys.readouterr()
 
@@ -67,7 +67,7 @@ def test_the_table_says_where_tokens_came_from(trace, capsys):
 
 
 def test_the_report_has_the_roles_and_their_hand_offs(trace, capsys):
-    """Hand-offs in the table and in the JSON."""
+    """Hand-offs are in the table and in the JSON."""
     assert main(["replay", trace, "--pd", "1:2"]) == 0
     printed = capsys.readouterr().out
     assert "(1 prefill + 2 decode) x h200-8b" in printed
@@ -78,7 +78,7 @@ def test_the_report_has_the_roles_and_their_hand_offs(trace, capsys):
 
 
 def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys):
-    """Both in a folder, or one file by name; an SVG without the time of day."""
+    """A folder gets both, a file name one; an SVG does not contain the time of day."""
     pytest.importorskip("matplotlib")
     for folder in ("a", "b"):
         assert main(["replay", trace, "--picture", str(tmp_path / folder)]) == 0
@@ -97,7 +97,7 @@ def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys
 def test_without_matplotlib_the_message_names_the_package(
     command, trace, tmp_path, capsys, monkeypatch
 ):
-    """Before the simulation, which may take minutes."""
+    """The message comes before the simulation, which may take minutes."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([command, trace, "--picture", str(tmp_path)]) == 1
     printed = capsys.readouterr()
@@ -122,7 +122,7 @@ def test_without_matplotlib_the_message_names_the_package(
     ],
 )
 def test_mistakes_in_settings_get_a_message(trace, flags, message, capsys):
-    """One line on standard error, exit code 1."""
+    """There is one line on standard error, and the exit code is 1."""
     assert main(["replay", trace, *flags]) == 1
     printed = capsys.readouterr()
 
@@ -137,7 +137,7 @@ def test_the_command_knows_every_machine_and_every_policy():
 
 
 def test_help_teaches_by_example(capsys):
-    """Commands that can be copied, and a link to the documentation."""
+    """It has commands that can be copied, and a link to the documentation."""
     with pytest.raises(SystemExit):
         main(["replay", "--help"])
     printed = capsys.readouterr().out
@@ -147,7 +147,7 @@ def test_help_teaches_by_example(capsys):
 
 
 def test_speed_moves_arrivals_and_nothing_else():
-    """Twice the speed, half the time between requests."""
+    """Twice the speed halves the time between requests."""
     requests = [make_request([1, 2], at_s=10.0), make_request([1, 3], at_s=30.0)]
 
     assert [request.arrival_s for request in at_speed(requests, 2)] == [5.0, 15.0]
@@ -245,7 +245,7 @@ def test_calibration_takes_the_result_of_a_gpu(tmp_path):
 
 
 def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
-    """Other JSON, no JSON, and figures that are not numbers."""
+    """It refuses other JSON, no JSON, and figures that are not numbers."""
     path = tmp_path / "result.json"
     for text, message in (
         ("{}", "has no figures for the cost model"),
@@ -260,7 +260,8 @@ def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_are_what_their_notes_say(name):
-    """Steps of one row and of a whole prompt, within a tenth of the figures they come from."""
+    """Steps of one row and of a whole prompt are within a tenth of the figures they come
+    from."""
     step = preset(name).step
     measured = {
         "h200-8b": [

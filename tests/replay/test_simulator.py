@@ -46,7 +46,7 @@ def replay(requests, bounds="", **changes: Any):
 def test_steps_taken_at_once_give_what_steps_one_by_one_give(
     seed, every_s, tiers, cluster, load_policy
 ):
-    """The whole report, bit for bit: idle or overloaded, with copies in flight, with
+    """The whole report is equal, bit for bit: idle or overloaded, with copies in flight, with
     preemptions."""
     requests = make_small_trace(60, seed=seed, every_s=every_s)
     settings = {**tiers, **cluster, "load_policy": load_policy}
@@ -57,7 +57,7 @@ def test_steps_taken_at_once_give_what_steps_one_by_one_give(
 
 
 def test_steps_are_taken_at_once_where_nothing_is_decided():
-    """Few turns of the loop for many steps: alone, and with a request in the queue for which
+    """Many steps take few turns of the loop: alone, and with a request in the queue for which
     there is no room."""
     for device_blocks in (40, 24):
         requests = [TraceRequest([n], 500, 600, 0.0, 512) for n in range(2)]
@@ -71,7 +71,7 @@ def test_steps_are_taken_at_once_where_nothing_is_decided():
 
 
 def test_the_same_trace_gives_the_same_bytes():
-    """With everything enabled: nothing depends on memory addresses or the time of day."""
+    """With everything enabled, nothing depends on memory addresses or the time of day."""
     requests = make_small_trace(80)
 
     first, second = (json.dumps(replay(requests, **STORED, num_instances=2)) for _ in range(2))
@@ -101,7 +101,8 @@ def serve_live(requests, *, num_blocks):
 
 
 def test_a_replay_finds_what_a_live_engine_finds():
-    """Request by request, with eviction at work, on an engine that serves the same requests."""
+    """This holds request by request, with evictions, for a live engine that serves the same
+    requests."""
     requests = [
         TraceRequest(request.hash_ids, request.input_length, 20, 10.0 * number, 16)
         for number, request in enumerate(make_small_trace(150))
@@ -129,7 +130,8 @@ def test_every_token_has_a_source_and_every_miss_a_reason():
 
 
 def test_simulated_time_follows_the_cost_model():
-    """One request alone, by hand: 128 + 32 tokens in two steps, then three tokens more."""
+    """The time of one request alone was calculated by hand: 128 + 32 tokens in two steps, then
+    three tokens more."""
     step = make_machine().step
     report = replay([TraceRequest(list(range(10)), 160, 4, 5.0, 16)])
     first = step.launch_s + 128 * step.token_s + 128 * 129 // 2 * step.pair_s
@@ -147,7 +149,7 @@ def test_simulated_time_follows_the_cost_model():
 
 
 def test_goodput_counts_the_requests_that_kept_every_bound():
-    """Two requests at once on a machine for one: the second waits too long."""
+    """Of two requests at once on a machine for one, the second waits too long."""
     machine = make_machine(max_num_seqs=1)
     requests = [TraceRequest([n], 16, 50, 0.0, 16) for n in range(2)]
     report = replay(requests, "ttft_p99=50ms,itl_p99=10ms", machine=machine)
@@ -191,7 +193,7 @@ def test_instances_share_storage_and_nothing_else():
 
 
 def test_a_busy_router_spreads_requests():
-    """Least loaded: no request waits while another instance is idle."""
+    """With the least-load policy no request waits while another instance is idle."""
     requests = [TraceRequest([n], 16, 40, 0.0, 16) for n in range(8)]
     run = Simulator(make_config(num_instances=4, router="least_load"), requests).run()
 
@@ -281,7 +283,7 @@ def test_impossible_deployments_are_refused():
 
 
 def test_gaps_between_tokens_are_each_counted():
-    """As many as there are tokens after the first, with and without fast-forward."""
+    """There is one gap for each token after the first, with and without fast-forward."""
     requests = make_small_trace(30)
     run = Simulator(make_config(), requests).run()
     served = run.instances[0].served

@@ -55,7 +55,7 @@ def test_ranks_have_their_own_memory_and_links_to_the_host():
 
 
 def test_no_rank_is_an_error():
-    """And so is an invalid link."""
+    """An invalid link is an error too."""
     with pytest.raises(ConfigError, match="at least 1"):
         split_over_ranks(preset("h200-8b"), 0, NVLINK)
 

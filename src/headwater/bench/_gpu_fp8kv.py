@@ -60,14 +60,16 @@ def _host_hit(model: LoadedModel) -> dict[str, float]:
     for _ in range(4):
         engine.clear_device()
         served = engine.serve([prompt], max_tokens=1)
-        assert served.found["host"] >= _LONG - BLOCK_TOKENS, f"not from host: {served.found}"
+        assert served.found["host"] >= _LONG - BLOCK_TOKENS, (
+            f"the prompt was not found on the host: {served.found}"
+        )
         taken.append(served.first_s[0] * 1e3)
     engine.close()
     return {"computed_32k_ms": computed[0], "host_hit_32k_ms": median(taken[1:])}
 
 
 def _differences(model: LoadedModel) -> dict[str, float]:
-    """Of next-token distributions over the same tokens, with 8-bit KV against without."""
+    """Differences of next-token distributions over the same tokens, with 8-bit KV and without."""
     tokens = torch.randint(0, model.vocab_size, (_COMPARED_TOKENS,)).tolist()
     logs = []
     for each in (model, replace(model, has_fp8_kv=True)):

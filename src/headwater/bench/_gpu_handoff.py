@@ -107,7 +107,7 @@ def join_peers(engine: GpuEngine, role: str, link: str) -> str:
 
 
 def handoff_engine(model: LoadedModel) -> GpuEngine:
-    """An engine for two prompts and steps as long as a prefill instance has them."""
+    """An engine for two prompts, with steps as long as those of a prefill instance."""
     return GpuEngine(
         model,
         num_blocks=2 * _NUM_BLOCKS + 64,
@@ -158,7 +158,7 @@ class _Target:
         )
 
     def expect(self, num_blocks: int) -> int:
-        """The number of a new lease that this many blocks will come for."""
+        """Open a lease for this many blocks and return its number."""
         self._lease += 1
         self._num_left = num_blocks
         self.all_received.clear()
@@ -290,7 +290,7 @@ def _first_s(engine: GpuEngine, seed: int, prefill: str) -> float:
 
 
 class _Far:
-    """The other process; it reads and writes one JSON object a line."""
+    """The other process; it reads and writes one JSON object per line."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process

@@ -67,7 +67,7 @@ class Cell(NamedTuple):
         return -(-self.context // BLOCK_TOKENS)
 
     def rate(self, ms: float) -> dict[str, float]:
-        """Bytes of KV or multiplications a second, which limit decodes and prompts."""
+        """Bytes of KV or multiplications per second, which limit decodes and prompts."""
         if self.kind == "decode":
             kv_bytes = self.rows * self.context * KV_HEADS * DIM * 2 * DTYPE.itemsize
             return {"gb_s": kv_bytes / ms / 1e6}

@@ -109,7 +109,7 @@ def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
 def _touched_experts(engine: GpuEngine, batch: int) -> float:
     """Experts of a layer that a decode step of this many rows reads, on average.
 
-    Counted in steps outside graphs, where the choice of experts can be looked at.
+    Counted in steps outside graphs, where the choice of experts can be read.
     """
     # Cached prompts, so that all rows decode together; but a single row would be a captured suffix.
     graphs, engine.runner.graphs = engine.runner.graphs, None

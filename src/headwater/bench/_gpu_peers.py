@@ -61,16 +61,16 @@ class PeerThroughput(NamedTuple):
     """Output tokens per second of some requests that came all at once."""
 
     tokens_s: float
-    """From the first request to the last token, prompts included."""
+    """Tokens per second from the first request to the last token, prompts included."""
 
     decoding_tokens_s: float
-    """While all of them were decoding."""
+    """Tokens per second while all requests were decoding."""
 
 
 def continuous_rates(
     model: LoadedModel, inputs: list[list[int]], *, output: int
 ) -> PeerThroughput:
-    """Of `generate_batch`, with the settings it chooses itself."""
+    """Rates of `generate_batch`, with the settings it chooses itself."""
     settings = GenerationConfig(
         max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

@@ -58,7 +58,9 @@ def measure_first_token(
             if name == "host":
                 engine.clear_device()
             served = engine.serve([prompt], max_tokens=1)
-            assert served.found[name] >= LONG - BLOCK_TOKENS, f"not from {name}: {served.found}"
+            assert served.found[name] >= LONG - BLOCK_TOKENS, (
+                f"the prompt was not found in {name}: {served.found}"
+            )
             taken.append(served.first_s[0] * 1e3)
         result[f"{name}_ms"] = median(taken)
     engine.drain()

@@ -84,8 +84,9 @@ def resident_bytes() -> int:
 
 
 def _give_back() -> None:
-    """Return free memory of the C library to the system, where it can. Otherwise resident memory is
-    that of the largest round so far, which grows for long though nothing leaks."""
+    """Return free memory of the C library to the system, if the library can. Otherwise resident
+    memory is that of the largest round so far, which grows for a long time although nothing
+    leaks."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

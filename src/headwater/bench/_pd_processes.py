@@ -84,7 +84,7 @@ class Figures:
 
     first_s: list[float]
     gaps_s: list[float]
-    """Between tokens of one answer."""
+    """Seconds between tokens of one answer."""
 
     num_tokens: int
     seconds: float
@@ -104,8 +104,7 @@ class Figures:
 def measure_pd(load: PDLoad, link: str, rounds: int) -> dict[str, Any]:
     """`pd_over_mixed`, `handoff_ms` and `second_turn_byte_share`.
 
-    Everything is handed off; in `routed` only what a router would, by the clients, without a
-    router in the way.
+    Every prompt is handed off; in `routed` the clients hand off only those that a router would.
     """
     with ExitStack() as stack:
         prefill, decode = stack.enter_context(_pair(link))
@@ -286,7 +285,7 @@ def _serving(place: int, token: str, flags: list[str]) -> Iterator[PDInstance]:
 
 
 def _port(process: "subprocess.Popen[str]") -> int:
-    """Its port, when it has announced it."""
+    """The port of a server; waits until the server announces it."""
     port = 0
     for line in process.stdout or ():
         if found := re.search(r"is ready at http://\S+:(\d+)", line):

@@ -44,7 +44,7 @@ class StoppableMedium(Protocol):
         """Answer nothing from now on. Called from any thread; calling it twice is safe."""
 
     def hang(self) -> None:
-        """Wait inside a call, where the medium is this process itself."""
+        """Wait inside a call, if the medium is this process itself."""
 
     def go_on(self) -> None:
         """Answer again, including the calls that came meanwhile."""
@@ -168,7 +168,7 @@ class _Permissions:
 
 @contextmanager
 def open_medium(name: str, folder: Path) -> Iterator[StoppableMedium | None]:
-    """A medium of its own; None where its server is not installed."""
+    """A new medium; None if its server is not installed."""
     with ExitStack() as stack:
         medium = _open(name, folder, stack)
         yield medium

@@ -41,7 +41,7 @@ class StorageServer(NamedTuple):
 
 
 def start_redis(folder: Path, stack: ExitStack) -> StorageServer | None:
-    """A Redis server until `stack` ends; None where none is installed."""
+    """A Redis server until `stack` ends; None if it is not installed."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         return None
@@ -52,7 +52,7 @@ def start_redis(folder: Path, stack: ExitStack) -> StorageServer | None:
 
 
 def start_mooncake(stack: ExitStack) -> StorageServer | None:
-    """A Mooncake master until `stack` ends; None where it is not installed."""
+    """A Mooncake master until `stack` ends; None if it is not installed."""
     program = Path(sys.executable).with_name("mooncake_master")
     if not program.exists():
         return None

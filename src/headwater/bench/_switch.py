@@ -1,6 +1,6 @@
 """A storage backend for benchmarks: writes to several backends and reads from a chosen one.
 
-So that one computed prefix can be found in each of them in turn.
+With it, one computed prefix can be found in each of them in turn.
 """
 
 from collections.abc import Mapping, Sequence

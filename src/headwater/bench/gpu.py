@@ -341,7 +341,7 @@ class _Run:
         return _gpu_http.measure_mixed(self._folder, budgets)
 
     def _first_wave(self) -> dict[str, Any]:
-        """Servers of `http` and `mixed` get the same waves first, so theirs are used."""
+        """Servers of `http` and `mixed` get the same waves first, so their results are used."""
         from headwater.bench import _gpu_http
 
         with_host, without = self.result.get("http"), self.result.get("mixed")
@@ -378,7 +378,9 @@ class _Run:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="headwater bench gpu", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas (all)")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="parts to measure, separated by commas (all)"
+    )
     parser.add_argument(
         "--model", default="8b", help="shape of the model, such as 8b, 1b or qwen3-8b (8b)"
     )

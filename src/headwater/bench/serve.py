@@ -5,12 +5,12 @@ Servers are real processes. One client process sends requests over HTTP in close
 number of clients, each of which sends the next request when it has its answer. With
 `--vllm-python` the same client asks vLLM on the same model folder in turns with Headwater, and
 ratios are printed, once against vLLM with compilation, its default, and once against
-`--enforce-eager`. Each engine is stopped during the others' turns, for an idle vLLM worker
+`--enforce-eager`. Each engine is stopped during the others' turns, because an idle vLLM worker
 spins on its core.
 
-On a machine that others use, `waited_share` says for how much of a run the engine was kept
-off its core, and `tokens_per_cpu_s` counts only the seconds in which it had it. With
-`--patience`, runs that waited are repeated, whichever engine they are of.
+On a machine that others use, `waited_share` is the share of a run in which the engine waited
+for its core, and `tokens_per_cpu_s` counts only the seconds in which it had the core. With
+`--patience`, runs in which an engine waited are repeated.
 """
 
 import asyncio

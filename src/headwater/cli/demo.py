@@ -175,8 +175,9 @@ def _server(console: Console) -> Iterator[str]:
 
 
 def _wait_ready(process: "subprocess.Popen[str]", log: IO[str]) -> str:
-    """Its address. The log is shown only when it does not start."""
-    assert process.stdout is not None, "asked for a pipe"
+    """Wait until the server is ready and return its address. Its log is shown only if it does
+    not start."""
+    assert process.stdout is not None, "the process has a pipe"
     for line in process.stdout:
         if found := _READY.search(line):
             return found.group(1)

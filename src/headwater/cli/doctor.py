@@ -125,7 +125,7 @@ def look_at_memory() -> Iterable[DoctorFinding]:
         detail=f"limit {files:,}",
         fix=""
         if files >= _LEAST_FILES
-        else f"ulimit -n {_LEAST_FILES}: a connection takes one",
+        else f"ulimit -n {_LEAST_FILES}: each connection takes one file descriptor",
     )
 
 

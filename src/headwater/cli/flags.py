@@ -84,7 +84,7 @@ def _add_http(parser: ArgumentParser) -> None:
         metavar="NAME",
         default=_SERVER.tool_call_parser,
         help=help_text(
-            "format of the model's tool calls: auto (what its chat template speaks), none, "
+            "format of the model's tool calls: auto (that of its chat template), none, "
             "deepseek, glm, harmony, hermes, kimi, llama3, mistral, qwen_coder or module:Class"
         ),
     )
@@ -261,8 +261,8 @@ def _add_tiers(parser: ArgumentParser) -> None:
         metavar="GIB",
         default=_ENGINE.swap_space_gib,
         help="main memory of the host tier in GiB; 0 turns it off (default: on a GPU half of the "
-        "free main memory divided by the GPUs of the machine, at most 64; on a CPU 0, or up to 4 "
-        "above storage)",
+        "free main memory divided by the GPUs of the machine, at most 64; on a CPU 0, or up "
+        "to 4 with a storage backend)",
     )
     group.add_argument(
         "--write-policy",
@@ -366,5 +366,5 @@ def _add_limits(parser: ArgumentParser) -> None:
         type=number_value,
         metavar="S",
         default=_LIMITS.stored_lifetime_s,
-        help=help_text("seconds that each of them is kept"),
+        help=help_text("seconds that each stored response is kept"),
     )

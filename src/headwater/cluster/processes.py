@@ -17,7 +17,7 @@ class ProcessSpec:
     """`router`, or the role of an instance."""
 
     arguments: tuple[str, ...]
-    """Of `headwater`."""
+    """Command line arguments of `headwater`."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     num_gpus: int = 0

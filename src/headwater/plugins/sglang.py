@@ -269,7 +269,7 @@ def _tensor_view(tensor: Any) -> memoryview:  # noqa: ANN401 - a contiguous CPU 
 
 
 def _dtype(pool: Any) -> str:  # noqa: ANN401 - SGLang's
-    """Element type of a host pool; empty where it does not say."""
+    """Element type of a host pool; empty if the pool does not say."""
     dtype = getattr(pool, "dtype", None) or getattr(
         getattr(pool, "kv_buffer", None), "dtype", ""
     )

@@ -81,7 +81,7 @@ METRICS = (
 def sample_storage(
     stats: StorageStats, links: Mapping[str, LinkTotals], block_bytes: int
 ) -> Iterator[Sample]:
-    """What storage and the links to it say now."""
+    """The current metrics of storage and of the links to it."""
     for link, totals in links.items():
         if link != "lookup":
             yield Sample(BYTES, totals.num_blocks * block_bytes, (link,))

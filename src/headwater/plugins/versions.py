@@ -6,10 +6,12 @@ from importlib.metadata import PackageNotFoundError, version
 from headwater.errors import ConfigError
 
 TESTED = {"vllm": ("0.32.0",), "sglang": ("0.5.23",), "ai-dynamo": ("1.6.1",)}
-"""`scripts/test-plugins` runs the contract tests against exactly these."""
+"""The versions with which `scripts/test-plugins` runs the contract tests."""
 
 _ALLOW = "HEADWATER_ALLOW_UNTESTED"
-"""For all plug-ins; vLLM gives an eviction policy no settings of its own."""
+"""Environment variable that allows other versions, for all plug-ins. vLLM passes no settings to
+an eviction policy.
+"""
 
 
 def require_tested(

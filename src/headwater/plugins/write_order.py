@@ -25,7 +25,7 @@ MAX_SEEN = 1 << 17
 
 
 class WriteRank(NamedTuple):
-    """The place of some blocks in the order of writes: least first."""
+    """The place of some blocks in the order of writes: smallest first."""
 
     level: WriteLevel
     minus_uses: int
@@ -35,7 +35,7 @@ class WriteRank(NamedTuple):
     """Where the prompt ends, as far as it is known."""
 
     start: int
-    """Where the blocks begin in it."""
+    """Where the blocks begin in the prompt."""
 
 
 class _Waiting(NamedTuple):
@@ -107,7 +107,7 @@ class _Use:
     def __init__(self) -> None:
         self.uses = 0
         self.next_key: Hashable = None
-        """The block that followed it, where one did."""
+        """The block that followed it, if one did."""
         self.is_shared = False
         """Whether different blocks followed it."""
 

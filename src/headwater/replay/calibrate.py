@@ -29,7 +29,7 @@ _CONTEXT = 1024
 """Context length, in tokens, of a row in the decode benchmarks."""
 
 Points = dict[int, float]
-"""Seconds by a count."""
+"""Seconds by number of rows or tokens."""
 
 
 def calibrated(machine: Machine, path: Path) -> Machine:

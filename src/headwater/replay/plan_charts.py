@@ -58,7 +58,7 @@ def _draw(
     axes: "Axes", points: Sequence[Point], tier: str, mark: tuple[Point, str], read: Read
 ) -> None:
     axes.set_xlabel(
-        f"GiB of {tier}{' of all instances' if tier == 'storage' else ' an instance'}"
+        f"GiB of {tier}{' of all instances' if tier == 'storage' else ' per instance'}"
     )
     axes.set_title(f"{tier.capitalize()} memory" if tier != "storage" else "Storage")
     marked, label = mark

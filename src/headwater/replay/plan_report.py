@@ -36,7 +36,7 @@ def plan_table(plan: Plan) -> str:
         *_gains(plan["per_tib"], unit),
     ]
     prices = ", ".join(f"{name} {price:g}" for name, price in plan["prices"].items())
-    lines += ["", f"  prices: {prices} (an instance; a GiB of each tier)", "  not modelled:"]
+    lines += ["", f"  prices: {prices} (per instance; per GiB of each tier)", "  not modelled:"]
     lines += [f"    - {thing}" for thing in plan["not_modelled"]]
     return "\n".join([*lines, "", plan["verdict"], ""])
 

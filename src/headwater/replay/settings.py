@@ -17,13 +17,13 @@ class SimConfig:
 
     machine: Machine
     device_gib: float | None = None
-    """Per instance; None means that of the machine."""
+    """Device memory for KV of each instance; None means that of the machine."""
 
     host_gib: float = 0.0
-    """Per instance; 0 means no host tier."""
+    """Host tier of each instance; 0 means no host tier."""
 
     storage_gib: float = 0.0
-    """For all instances together; 0 means no storage."""
+    """Storage that all instances share; 0 means no storage."""
 
     num_instances: int = 1
     num_prefill: int = 0

@@ -11,7 +11,7 @@ from headwater.errors import ConfigError
 from headwater.replay.request import SimRequest
 
 METRICS = ("ttft", "itl", "e2e")
-"""First token, between tokens, whole request."""
+"""Latencies: time to the first token, time between tokens, time of the whole request."""
 
 _TERM = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d+)?)=(\d+(?:\.\d+)?)(us|ms|s)")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

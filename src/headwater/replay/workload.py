@@ -12,7 +12,7 @@ from headwater.replay.trace import MAX_TOKEN, TraceRequest, read_trace
 from headwater.replay.variants import trunks
 
 _STAGGER_S = 60.0
-"""Copies of a session start at other times, within this."""
+"""A copy of a session starts up to this much later than the original."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ class HostTier:
         self._saves: dict[int, _Running] = {}
         self._stores: dict[int, Lease] = {}
         self._reports: dict[int, list[OrderEnd]] = {}
-        """For orders that not every rank has reported."""
+        """Reports so far of orders that not every rank has reported."""
         self._uses = PrefixUses()
         self.waiting: WriteOrder[tuple[TokenPath, int, list[bytes]]] = WriteOrder(
             config.max_waiting_writes
