@@ -52,7 +52,8 @@ def _report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_check_reports_how_the_model_is_served_and_what_fits(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights in the serving type, KV of a token and a block, and tokens of every tier."""
+    """It has weights in the serving type, KV of a token and a block, and tokens of every
+    tier."""
     sizes = ("--device-gib", "16", "--swap-space", "1", "--storage-gib", "2")
     report = _report(capsys, str(folder), *sizes)
 
@@ -81,7 +82,7 @@ def test_the_text_has_a_line_for_each_part(
 def test_a_refused_model_is_exit_code_1_with_the_reason(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In words and in JSON."""
+    """The reason is in the text and in the JSON."""
     _write_config(folder, model_type="mamba")
 
     assert main(["check", str(folder)]) == 1
@@ -114,7 +115,7 @@ def test_folders_that_are_not_whole_are_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
-    with pytest.raises(ModelError, match="cut short"):
+    with pytest.raises(ModelError, match="is truncated"):
         survey(folder)
     path.write_bytes(b"\xff" * 64)
     with pytest.raises(ModelError, match="not a safetensors file"):

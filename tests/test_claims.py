@@ -182,7 +182,7 @@ def test_every_claim_of_a_page_has_its_proof(page, claim, proof):
 
 
 def test_the_number_of_model_families_is_the_real_one():
-    """As README and FAQ state it."""
+    """README and FAQ state it."""
     for page in ("README.md", "docs/faq.md"):
         assert f"{len(SERVED)} families" in words_of(ROOT / page)
 

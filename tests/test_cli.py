@@ -101,7 +101,7 @@ def test_every_flag_has_its_default_in_one_place():
 
 
 def test_flags_reach_the_settings():
-    """Known spellings, and their aliases."""
+    """This holds for known spellings and their aliases."""
     options = parse(
         "folder",
         *("--port", "0", "--block-size", "32", "--max-model-len", "1000", "--threads", "2"),
@@ -182,7 +182,7 @@ def test_values_that_ask_for_nothing_are_accepted():
     ],
 )
 def test_a_flag_without_effect_prints_a_note(flags, settings, word):
-    """Lesson 34: at start, with the reason; and only for a given flag."""
+    """Lesson 34: the note comes at start, with the reason, and only for a given flag."""
     config = EngineConfig(**settings)
 
     (sentence,) = idle_settings(config, frozenset(flags))
@@ -274,7 +274,7 @@ def test_the_version_is_that_of_the_package():
 
 
 def test_tier_flags_become_settings():
-    """Every spelling of the host tier, and a backend's settings as JSON."""
+    """This holds for every spelling of the host tier, and for a backend's settings as JSON."""
     options = parse(
         *("--kv-offloading-size", "2.5", "--write-policy", "write_back", "--no-save-preempted"),
         *("--load-policy", "deadline", "--load-timeout", "0.5"),
@@ -310,14 +310,15 @@ STORED = ["--swap-space", "1", "--kvcache-storage-backend", "file"]
     ],
 )
 def test_impossible_tiers_are_refused(flags, sentence):
-    """Before anything is loaded, with a message to act on."""
+    """They are refused before anything is loaded, with a message to act on."""
     with pytest.raises(ConfigError, match=sentence):
         engine_config(parse(*flags))
 
 
 @pytest.mark.parametrize("flag", sorted(FOREIGN_FLAGS))
 def test_a_flag_of_another_server_gets_a_message(flag, capsys):
-    """Not a similar name: what the flag would do here, or which flag does it."""
+    """The message does not suggest a similar name: it says what the flag would do here, or
+    which flag does it."""
     assert main(["serve", flag, "value"]) == 2
     assert f"{flag}: {FOREIGN_FLAGS[flag]}" in capsys.readouterr().err
 

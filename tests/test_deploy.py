@@ -42,7 +42,7 @@ def test_the_gpu_image_copies_what_there_is_and_serves_on_a_gpu():
 
 
 def test_the_health_check_asks_the_port_and_the_path_that_are_served():
-    """The cheap check without a key, at the default port."""
+    """It is the cheap check without a key, at the default port."""
     port = build_parser().parse_args(["serve"]).port
 
     assert f"http://127.0.0.1:{port}/health" in DOCKERFILE
@@ -50,7 +50,7 @@ def test_the_health_check_asks_the_port_and_the_path_that_are_served():
 
 
 def test_the_unit_starts_a_command_line_that_parses():
-    """With the operator's flags after it; its stop timeout is longer than a drain."""
+    """The operator's flags follow; the stop timeout is longer than a drain."""
     (start,) = re.findall(r"^ExecStart=(.+)$", UNIT, re.M)
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)
     flags = start.replace("$HEADWATER_FLAGS", "/srv/model --port 8000").split()[1:]
@@ -63,7 +63,8 @@ def test_the_unit_starts_a_command_line_that_parses():
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_reads_every_line_of_the_unit(tmp_path):
-    """No unknown setting and no ignored value; only the path of the program differs."""
+    """There is no unknown setting and no ignored value; only the path of the program
+    differs."""
     unit = tmp_path / "headwater.service"
     unit.write_text(re.sub(r"^(ExecStart=)\S+", rf"\1{shutil.which('true')}", UNIT, flags=re.M))
 

@@ -75,7 +75,7 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_of_a_page_have_a_target(page):
-    """Files and headings of this project; external links are not checked."""
+    """Targets are files and headings of this project; external links are not checked."""
     for link in _LINK.findall(_FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
             continue
@@ -137,7 +137,7 @@ def test_the_site_is_built_with_strict_links(tmp_path):
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_command_of_a_page_is_run_or_has_a_reason(block):
-    """A marker before every block with commands, and only flags that exist."""
+    """Every block with commands has a marker before it, and only flags that exist."""
     assert block.mark, f"{block}: write <!-- run --> or <!-- needs: WHAT --> before it"
     for line in block.lines:
         words = shlex.split(line.partition(" #")[0], comments=True)
@@ -174,7 +174,7 @@ headwater() {{ if [ "$1" = serve ]; then {python} {serve} "$@"; else {python} -m
     ids=lambda p: p.name,
 )
 def test_every_command_marked_so_runs(page, server, tmp_path):
-    """One shell per page, as a reader would type it; only the port differs."""
+    """There is one shell per page, as a reader would type it; only the port differs."""
     script = SCRIPT.format(python=sys.executable, serve="-m tests.serve_once")
     for block in BLOCKS:
         if block.page == page and block.mark == "run":

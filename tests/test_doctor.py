@@ -41,7 +41,7 @@ def test_no_compiler_is_slow_and_not_missing(monkeypatch):
 
 
 def test_a_port_in_use_is_named(monkeypatch):
-    """With the flag that avoids it."""
+    """The fix names the flag that avoids it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -12,12 +12,12 @@ RIDDLES = re.compile(
 
 
 def test_the_page_lists_every_error():
-    """Written by `python -m tests.error_list`."""
+    """`python -m tests.error_list` writes the page."""
     assert PAGE.read_text() == page()
 
 
 @pytest.mark.parametrize("error", collect(), ids=lambda e: f"{e.module}: {e.message[:40]}")
 def test_a_message_is_a_plain_sentence(error):
-    """Long enough to say what happened and what to do, in plain words."""
+    """It is long enough to say what happened and what to do, in plain words."""
     assert len(error.message) >= 15
     assert not RIDDLES.search(error.message)

@@ -30,7 +30,8 @@ def containers(name):
 
 @pytest.mark.parametrize("name", VALUES)
 def test_every_document_is_valid(name):
-    """Against the schemas of Kubernetes 1.30; strict, so that a misspelt field is an error."""
+    """Documents are checked with the schemas of Kubernetes 1.30; a misspelt field is an
+    error."""
     validate = pytest.importorskip(
         "kubernetes_validate", reason="pip install kubernetes-validate"
     )

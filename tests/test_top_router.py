@@ -64,7 +64,8 @@ def run_top(url, capsys, *flags):
 
 
 def test_a_router_is_shown_by_its_instances(capsys, monkeypatch):
-    """State, load, and the figures of the last minute of each instance; also lost instances."""
+    """The view has state, load and the figures of the last minute of each instance, and lost
+    instances."""
     monkeypatch.setenv("COLUMNS", "150")
     with router() as url:
         shown = run_top(url, capsys)
@@ -95,7 +96,7 @@ def test_a_narrow_terminal_shows_names_whole(capsys, monkeypatch):
 
 
 def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):
-    """With --ssl-ca-certs; without it the error names the flag."""
+    """This needs --ssl-ca-certs; without it the error names the flag."""
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.chdir(tmp_path)
     assert main(["certs", "certs", "router"]) == 0
@@ -112,7 +113,7 @@ def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):
 
 
 def test_json_of_a_router_is_its_instances(capsys):
-    """For programs: the router's own answer."""
+    """Programs get the router's own answer."""
     with router() as url:
         assert main(["top", url, "--once", "--json"]) == 0
 

@@ -30,7 +30,7 @@ from headwater.testing.ports import free_port
     ],
 )
 def test_up_refuses_invalid_flags_and_starts_nothing(flags, words, capsys):
-    """A message, and an exit code other than 0."""
+    """There is a message, and an exit code other than 0."""
     assert main(["up", *flags]) == 1
 
     assert words in capsys.readouterr().err
@@ -130,7 +130,8 @@ def instances_of(url, headers, *, wanted, field="url"):
 
 @pytest.mark.slow
 def test_a_killed_instance_comes_back_and_the_cluster_can_be_steered(tmp_path):
-    """From a file: kill -9, status, scale, logs and down, as an operator would."""
+    """The cluster comes from a file; the test uses kill -9, status, scale, logs and down, as an
+    operator would."""
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "roles: {mixed: {count: 1}}\nrouters: {port: 0}\nrestart: {first_delay_s: 0.1}\n"

@@ -84,7 +84,7 @@ def test_chat_completions(server):
 
 
 def test_responses(server):
-    """The same with stored turns: a request has only the new part."""
+    """The same holds with stored turns, where a request has only the new part."""
     tools = [
         {"type": "function", "name": n, "description": ABOUT, "parameters": CITY} for n in NAMES
     ]
@@ -106,7 +106,7 @@ def test_responses(server):
 
 
 def test_messages(server):
-    """The same in Anthropic's format."""
+    """The same holds in Anthropic's format."""
     tools = [{"name": n, "description": ABOUT, "input_schema": CITY} for n in NAMES]
     messages: list[Any] = [{"role": "user", "content": "What weather?"}]
     shares, results = Shares(), 0

@@ -15,7 +15,8 @@ CLIENTS = sorted(path.stem for path in (ROOT / "tests" / "clients").glob("*_clie
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_completes_its_tool_loop(server, client):
-    """Forced calls, their results in the history, streams and structured output."""
+    """The loop has forced calls, their results in the history, streams and structured
+    output."""
     own = VENV / client.removesuffix("_client")
     python = (own if own.exists() else VENV) / "bin" / "python"
     if not python.exists():

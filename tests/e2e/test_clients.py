@@ -29,7 +29,7 @@ def test_models(client, model):
 
 
 def test_completion_streamed_and_whole_are_the_same(client, model):
-    """Same ids, same text, usage at the end of the stream."""
+    """Ids and text are the same, and the usage is at the end of the stream."""
     options = {"model": model, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
     extra = {"ignore_eos": True, "return_token_ids": True}
 
@@ -119,7 +119,8 @@ def test_seeded_choices_are_reproducible(client, model):
 
 
 def test_errors_are_the_clients_own_types(client, model):
-    """The client's exceptions come out: bad request, no such model, too long."""
+    """A bad request, an unknown model and a prompt that is too long raise the client's own
+    exceptions."""
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(
             model=model,
@@ -135,7 +136,7 @@ def test_errors_are_the_clients_own_types(client, model):
 
 
 def test_many_at_once_over_the_async_client(server, model):
-    """Forty streams side by side: each gets what it gets alone."""
+    """Each of forty streams at the same time gets what it gets alone."""
 
     async def scenario():
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
@@ -166,7 +167,7 @@ def test_many_at_once_over_the_async_client(server, model):
 
 
 def test_prompt_logprobs_and_echo(client, model):
-    """vLLM's field in both APIs, and OpenAI's `echo` with `logprobs`: the same numbers."""
+    """vLLM's field in both APIs and OpenAI's `echo` with `logprobs` give the same numbers."""
     options = {"model": model, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
     whole = client.completions.create(**options, extra_body={"prompt_logprobs": 2}).choices[0]
     entries = whole.prompt_logprobs

@@ -124,7 +124,8 @@ def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
 
 
 def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
-    """By the client's name for it, while others run; its client gets the reason."""
+    """It is aborted by the client's name for it while others run; its client gets the
+    reason."""
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(
             server.post,
@@ -146,7 +147,7 @@ def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
 
 
 def test_abort_all_under_load_returns_every_slot(server, traffic):
-    """Lesson 58: in any state of each request."""
+    """Lesson 58: this holds in any state of each request."""
     server.post("/v1/abort_requests", {"abort_all": True})
     traffic.wait_for(3)
     answers = traffic.stop()
@@ -156,7 +157,8 @@ def test_abort_all_under_load_returns_every_slot(server, traffic):
 
 
 def test_reset_under_load_changes_no_token(server, traffic):
-    """Lesson 59: again and again while requests run; each keeps the blocks it has."""
+    """Lesson 59: the cache is reset repeatedly while requests run; each keeps the blocks it
+    has."""
     for _ in range(5):
         assert server.post("/reset_prefix_cache").status_code == 200
         traffic.wait_for(1)
@@ -199,7 +201,8 @@ def test_other_weights_under_load_serve_everyone_and_mix_nothing(server, models,
 
 
 def test_a_refused_reload_changes_nothing(server, models, traffic):
-    """Another shape, no model, a folder elsewhere: an error message, and traffic continues."""
+    """A model of another shape, a folder without a model and a folder elsewhere get an error
+    message, and traffic continues."""
     before = server.get("/server_info").json()["engine"]["fingerprint"]
     for model, message in (
         (models / "wide", "another shape: num_layers"),
@@ -232,7 +235,7 @@ def test_a_reload_that_cannot_drain_in_time_is_refused(server):
 
 
 def test_weights_that_were_replaced_in_place_are_read(server, models, tmp_path):
-    """The usual way of a trainer: the same folder, new files."""
+    """A trainer usually writes new files into the same folder."""
     before = server.get("/server_info").json()["engine"]["fingerprint"]
     kept = tmp_path / "kept"
     shutil.copytree(models / "a", kept)

@@ -64,7 +64,7 @@ def shown_is_true(watch, state):
 
 
 def test_the_page_shows_what_cache_says_and_goes_on_with_it(watch, server):
-    """Every number of the tiers and misses, before and after another request."""
+    """Every number of the tiers and misses is right, before and after another request."""
     shown_is_true(watch, cache(server))
 
     complete(server, "Something new entirely. " * 30, request_id="the-new-one")
@@ -93,8 +93,8 @@ def test_a_reload_shows_the_same_history(watch, server):
 
 
 def test_failures_and_losses_are_red_and_have_their_reasons(watch):
-    """Failed transfers, failing storage, and tokens after a lost block separate from new
-    text."""
+    """The page shows failed transfers and failing storage, and tokens after a lost block
+    separately from new text."""
 
     def with_failures(route):
         answer = route.fetch()
@@ -152,7 +152,7 @@ def test_the_tree_is_walked_by_keyboard_and_shows_no_tenant(watch, server):
 
 
 def test_everything_can_be_reached_with_the_tab_key(watch):
-    """Theme, tree, and both lists, without a mouse."""
+    """Theme, tree and both lists can be used without a mouse."""
     reached = set()
     for _ in range(14):
         watch.page.keyboard.press("Tab")

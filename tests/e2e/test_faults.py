@@ -196,7 +196,8 @@ def test_a_call_that_fails_costs_a_hit_at_most(
     fault: str,
     reason: str,
 ) -> None:
-    """Lessons 24, 38, 45: no error to the client, the right tokens, counted by its reason."""
+    """Lessons 24, 38, 45: the client gets the right tokens and no error, and the failure is
+    counted by its reason."""
     counted = meet(server, stage, call, fault, right)
 
     assert counted["transfer_failures_total", *sorted((LINKS[call], reason))] >= 1
@@ -206,7 +207,7 @@ def test_a_call_that_fails_costs_a_hit_at_most(
 def test_bytes_that_are_not_the_block_are_not_served(
     server: LiveServer, stage: Stage, right: dict[int, list[int]], fault: str
 ) -> None:
-    """Lesson 44: truncated, flipped, swapped and foreign blocks, found and counted."""
+    """Lesson 44: truncated, flipped, swapped and foreign blocks are detected and counted."""
     counted = meet(server, stage, "read", fault, right)
 
     faults = {n[1] for n, count in counted.items() if n[0] == "storage_faults_total" and count}

@@ -12,7 +12,7 @@ PROMPT = "a long conversation, of which more will come or will not " * 4
 
 
 def test_a_session_is_known_from_its_request_until_it_is_closed(server):
-    """Over the wire in both directions; a hint never changes tokens."""
+    """The session is named and closed over HTTP; a hint never changes tokens."""
     before = server.until_idle()["sessions"]
     fields = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
     plain = server.complete(**fields).json()["choices"][0]["token_ids"]

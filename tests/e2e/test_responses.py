@@ -67,7 +67,8 @@ def test_a_stored_conversation_continues_and_finds_its_prefix(client):
 
 
 def test_a_response_that_is_not_stored_is_a_404(client):
-    """With `store` false, for another tenant, or never created."""
+    """This holds with `store` false, for another tenant, and for a response that was never
+    created."""
     fields = {"model": MODEL, "input": "x", "max_output_tokens": 4}
     hidden = client.responses.create(**fields, store=False)
     red = client.responses.create(**fields, extra_body={"cache_salt": "red"})
@@ -82,7 +83,7 @@ def test_a_response_that_is_not_stored_is_a_404(client):
 
 
 def test_a_stream_is_the_whole_answer(client):
-    """The same items with the same text; reasoning is a separate item."""
+    """It has the same items with the same text; reasoning is a separate item."""
     fields = {"model": MODEL, "input": "Hello", "max_output_tokens": 24}
     for extra in ({"seed": 7}, {"seed": 7, "chat_template_kwargs": {"enable_thinking": True}}):
         whole = client.responses.create(**fields, extra_body=extra)
@@ -99,7 +100,7 @@ def test_a_stream_is_the_whole_answer(client):
 
 
 def test_parse_gives_the_clients_own_type(client):
-    """`text.format` from a pydantic class."""
+    """`text.format` comes from a pydantic class."""
     found = client.responses.parse(
         model=MODEL, input="Which?", text_format=Animal, max_output_tokens=400
     )

@@ -146,7 +146,7 @@ def test_an_engine_restarts_though_its_storage_is_gone(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_fifty_kills_at_random_moments_give_no_wrong_token():
-    """Under load; HEADWATER_KILLS changes how many."""
+    """The server is under load; HEADWATER_KILLS changes the number of kills."""
     rng = random.Random(int(os.environ.get("HEADWATER_SEED", "0")))
     num_kills = int(os.environ.get("HEADWATER_KILLS", "50"))
     server = LiveServer(*FLAGS, "--max-engine-restarts", "1000", blocks=160).wait_ready()

@@ -115,7 +115,7 @@ KEY = {"authorization": "Bearer sesame"}
 
 
 def test_the_key_is_asked_for(small):
-    """401 without it, everywhere except /health."""
+    """Without the key, every path except /health is a 401."""
     assert small.get("/v1/models").status_code == 401
     assert small.post("/v1/completions", {"prompt": "a"}).status_code == 401
     assert small.get("/health").status_code == 200
@@ -134,7 +134,7 @@ def test_a_long_body_is_a_413(small):
 
 
 def test_a_full_queue_is_a_429(small):
-    """One runs and none may wait: the next is refused with Retry-After."""
+    """One request runs and none may wait, so the next is refused with Retry-After."""
     options: dict[str, Any] = {"headers": KEY, "timeout": 60}
     body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", small.url + "/v1/completions", json=body, **options) as first:

@@ -64,7 +64,7 @@ def test_a_restarted_server_hits_in_a_mooncake_pool_that_stayed(master: Mooncake
 
 
 def test_a_restarted_server_hits_on_a_redis_server_that_stayed(tmp_path):
-    """Redis or Valkey by URL: the first request after the restart hits."""
+    """The first request after the restart hits, with Redis and with Valkey."""
     redis = RedisServer(tmp_path)
     before, after, warm = restart("redis", {"url": redis.url})
     redis.stop()

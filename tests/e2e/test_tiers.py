@@ -169,7 +169,8 @@ def test_a_restarted_server_hits_on_its_first_request(tmp_path):
 
 
 def test_tiers_are_forgotten_while_requests_run(tmp_path):
-    """Lesson 59: memory, then storage too; running streams end with the right tokens."""
+    """Lesson 59: memory is reset, then storage too; running streams end with the right
+    tokens."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through", "--load-policy", "wait"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),

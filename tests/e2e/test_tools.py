@@ -64,7 +64,7 @@ def test_a_required_call_is_one_of_the_tools(client):
 
 
 def test_a_named_call_is_that_tool_once(client):
-    """`parallel_tool_calls` false, and a name: exactly one call."""
+    """With `parallel_tool_calls` false and a name, there is exactly one call."""
     named = {"type": "function", "function": {"name": "get_time"}}
     calls = create(client, tools=TOOLS, tool_choice=named).choices[0].message.tool_calls
     assert [call.function.name for call in calls] == ["get_time"]
@@ -126,7 +126,7 @@ def test_without_tool_choice_the_output_is_not_constrained(client):
 
 
 def test_parse_gives_the_clients_own_type(client):
-    """`response_format` from a pydantic class, whole and streamed."""
+    """`response_format` comes from a pydantic class; the answer is whole or streamed."""
     fields = {"model": MODEL, "messages": MESSAGES, "response_format": Animal, "seed": 1}
     parsed = client.chat.completions.parse(**fields, max_tokens=400).choices[0].message.parsed
     assert isinstance(parsed, Animal)
@@ -135,7 +135,7 @@ def test_parse_gives_the_clients_own_type(client):
 
 
 def test_every_way_to_constrain_an_answer_works(client):
-    """vLLM's names and OpenAI's, in chat and in completions."""
+    """vLLM's fields and OpenAI's work, in chat and in completions."""
     ways = [
         ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
@@ -163,7 +163,7 @@ def test_a_stop_string_and_several_choices_work_with_a_grammar(client):
 
 
 def test_reasoning_is_a_field_of_its_own(client):
-    """A template that opens the reasoning: it is split off, counted, and streamed."""
+    """With a template that opens the reasoning, it is split off, counted and streamed."""
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     answer = create(client, extra_body=extra, max_tokens=30)
     message = answer.choices[0].message
@@ -182,7 +182,7 @@ def test_reasoning_is_a_field_of_its_own(client):
 
 
 def test_a_schema_that_is_not_supported_is_a_400(client):
-    """With the validator's words and the field's name."""
+    """The message has the validator's words and the field's name."""
     schema = {"type": "object", "unevaluatedProperties": False, "not": {}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match="Unimplemented") as refused:

@@ -59,7 +59,7 @@ def drain(terminal):
 
 
 def test_once_prints_the_numbers_of_cache(server):
-    """The view once in plain text, for people and scripts without a terminal."""
+    """The view is printed once in plain text, for people and scripts without a terminal."""
     server.complete(prompt="top shows this " * 40, max_tokens=8)
     state = server.until_idle()
 
@@ -75,7 +75,7 @@ def test_once_prints_the_numbers_of_cache(server):
 
 
 def test_json_prints_what_stats_says(server):
-    """A line of JSON, for programs."""
+    """It prints one line of JSON, for programs."""
     result = run_top(server.url, "--once", "--json")
 
     assert result.returncode == 0, result.stderr
@@ -83,7 +83,7 @@ def test_json_prints_what_stats_says(server):
 
 
 def test_a_server_that_is_not_running_gets_a_message():
-    """No traceback, and exit code 1."""
+    """There is no traceback, and the exit code is 1."""
     result = run_top("http://127.0.0.1:9", "--once")
 
     assert result.returncode == 1
@@ -100,7 +100,7 @@ def test_top_refuses_an_invalid_url_or_interval(arguments):
 
 
 def test_live_in_a_terminal_it_updates_until_interrupted(server):
-    """In a real pseudo-terminal: draws, sees a new request, leaves on Ctrl-C."""
+    """In a pseudo-terminal it draws, shows a new request, and ends on Ctrl-C."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
     with (
@@ -126,7 +126,7 @@ def test_live_in_a_terminal_it_updates_until_interrupted(server):
 
 
 def test_the_key_q_ends_top(server):
-    """As in every other monitor; the terminal is as before, and the exit code is 0."""
+    """Afterwards the terminal is as before, and the exit code is 0."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
     with (

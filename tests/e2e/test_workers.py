@@ -87,7 +87,7 @@ def test_history_is_the_same_from_every_worker(server):
 
 
 def test_the_limit_of_a_key_holds_over_all_workers(server, keys_file):
-    """Two requests in flight, on any workers; each worker refuses the third."""
+    """With two requests in flight on any workers, each worker refuses the third."""
     streams = [server.open_stream(max_tokens=4000, headers=headers(KEY)) for _ in range(2)]
     for stream in streams:
         assert stream.status == 200
@@ -126,8 +126,8 @@ def test_a_request_is_aborted_by_its_name_through_any_worker(server):
 
 
 def test_a_stored_response_is_found_by_every_worker(server):
-    """Also at once, and after the worker that stored it is gone; each tenant finds only its
-    own."""
+    """It is found at once, and after the worker that stored it is gone; each tenant finds only
+    its own."""
     body = {"input": "hello", "max_output_tokens": 2}
     for _ in range(TRIES):
         made = server.post("/v1/responses", body, headers=headers(KEY)).json()
@@ -165,7 +165,7 @@ def test_the_streams_of_other_workers_go_on_when_one_is_killed(server):
 
 
 def test_a_drain_waits_for_the_streams_of_all_workers(server):
-    """And reports how many there were. It is the last test, because it stops the server."""
+    """It reports how many there were. It is the last test, because it stops the server."""
     streams = [server.open_stream(max_tokens=200, headers=headers(ADMIN)) for _ in range(5)]
     for stream in streams:
         stream.next()
