@@ -19,7 +19,7 @@ install_digest() { cat pyproject.toml constraints.txt | sha256sum | cut -d' ' -f
 install_headwater() {  # $1: extras
   local stamp=".venv/.installed-${1//,/-}" digest installed
   digest=$(install_digest)
-  for installed in "$stamp"*; do  # more extras than asked for will do
+  for installed in "$stamp"*; do  # an installation with more extras is enough
     if [ -x .venv/bin/python ] && [ "$(cat "$installed" 2>/dev/null)" = "$digest" ]; then
       return
     fi
