@@ -20,7 +20,11 @@ GROUPS = {
     ),
     "Model folders": (
         ("ModelError",),
-        "The command prints the message and exits with 1; a reload answers it with 400.",
+        (
+            "The command prints the message and exits with 1; a reload answers it with 400. Most "
+            "messages mean that files are missing, do not fit each other, or have a format that "
+            "is not served: download the model again, or use another one."
+        ),
     ),
 }
 _STATUS = {"RequestError": 400, "PromptTooLong": 400, "QueueFull": 429, "RequestRefused": 400}

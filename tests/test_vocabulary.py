@@ -75,7 +75,7 @@ def test_pages_use_plain_words(path):
 
 
 def test_docstrings_and_comments_use_plain_words():
-    """The same in code: docstrings, comments and messages."""
+    """The same holds for docstrings, comments and messages in code."""
     found = [hit for path in PYTHON if path not in ABOUT_WORDS for hit in found_in(path)]
 
     assert found == []

@@ -53,16 +53,17 @@ class WritePolicy(Enum):
     """When a device block is also written to the host tier."""
 
     AUTO = "auto"
-    """Before it is evicted from the device, and at once while the host has free slots."""
+    """Write a block before it is evicted from the device, and at once while the host has free
+    slots."""
 
     WRITE_THROUGH = "write_through"
-    """As soon as it is committed."""
+    """Write a block as soon as it is committed."""
 
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When it has been hit often enough."""
+    """Write a block when it has been hit often enough."""
 
     WRITE_BACK = "write_back"
-    """When it is about to be evicted from the device."""
+    """Write a block when it is about to be evicted from the device."""
 
     NONE = "none"
-    """Never: an evicted block is dropped."""
+    """Write no block: an evicted block is dropped."""

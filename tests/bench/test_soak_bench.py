@@ -10,7 +10,7 @@ from headwater.cli import main
 
 
 def test_a_short_soak_ends_well(capsys):
-    """Lessons 20, 24, 44, 50: no wrong token and no lost slot, whatever failed."""
+    """Lessons 20, 24, 44, 50: whatever failed, there is no wrong token and no lost slot."""
     assert main(["bench", "soak", "--minutes", "0", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_json_has_the_promised_keys(capsys):
-    """One JSON object on standard output with every tier and every direction."""
+    """It prints one JSON object on standard output with every tier and every direction."""
     assert main(["bench", "tiers", "--quick", "--pairs", "1", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)

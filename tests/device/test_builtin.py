@@ -188,7 +188,7 @@ def test_the_built_in_model_is_made_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """No progress bar of transformers on the engine's standard error."""
+    """No progress bar of transformers appears on the engine's standard error."""
     load(None)
 
     printed = capfd.readouterr()

@@ -47,8 +47,8 @@ def reference(head: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_are_rounded_as_the_format_says(dtype: torch.dtype) -> None:
-    """Heads of all magnitudes, with zeros, values at the edge of a scale, and very small
-    ones."""
+    """This holds for heads of all magnitudes, with zeros, values at the edge of a scale, and
+    very small ones."""
     generator = torch.Generator().manual_seed(1)
     sizes = 10.0 ** torch.arange(-4, 4).float()[:, None]
     heads = torch.randn((8, 24), generator=generator) * sizes

@@ -95,7 +95,8 @@ DOWN, UP = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
 
 
 def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
-    """Device, host, file, host, device: the same bytes, including NaN payloads."""
+    """Bytes are the same on the device, host, file, host and device again, including NaN
+    payloads."""
     harness = GpuCopierHarness(tmp_path)
     harness.pool.data.view(torch.int16).random_(-(1 << 15), (1 << 15) - 1)
     before = harness.pool.data.view(torch.int16).clone()

@@ -136,7 +136,8 @@ class Pool:
 def test_decodes(
     shape: tuple[int, int, int, int], variant_name: str, dtype: torch.dtype
 ) -> None:
-    """Rows of all lengths, including unused ones, whole and in pieces."""
+    """Attention of rows of all lengths, including unused ones, is right, whole and in
+    pieces."""
     pool = Pool(shape, dtype)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     contexts = [1, pool.block_tokens, pool.block_tokens + 1, 700, 2049, 5]
@@ -333,7 +334,8 @@ def test_rows_of_activations() -> None:
 
 
 def test_products_of_one_row() -> None:
-    """Norm before; gate, residual or nothing after."""
+    """Products are right with a norm before them, and with a gate, a residual or nothing after
+    them."""
     x = torch.randn(1, 2048, device=DEVICE).bfloat16()
     weight = torch.randn(1500, 2048, device=DEVICE).bfloat16()
     scale = torch.rand(2048, device=DEVICE).bfloat16()
@@ -349,8 +351,8 @@ def test_products_of_one_row() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 30, 47, 48, 64, 120, 128, 250, 2190])
 def test_gate_and_up(num_rows: int) -> None:
-    """Transposed or not, in one kernel or in two, depending on the number of rows; every row,
-    and no other."""
+    """Every row and no other is written: transposed or not, in one kernel or in two, depending
+    on the number of rows."""
     x = torch.randn(num_rows, 512, device=DEVICE).bfloat16()
     weight = torch.randn(1536, 512, device=DEVICE).bfloat16()
     exact = gated(x.double() @ weight.double().T)
@@ -360,7 +362,7 @@ def test_gate_and_up(num_rows: int) -> None:
 
 
 def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:
-    """Ties, infinities and rows without a number, in both dtypes (lesson 58)."""
+    """This holds for ties, infinities and rows without a number, in both dtypes (lesson 58)."""
     for dtype in (torch.float32, HALF):
         logits = torch.randn(6, 5000, device=DEVICE).to(dtype)
         logits[1, [7, 4000]] = 50.0

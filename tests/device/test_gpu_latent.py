@@ -108,7 +108,7 @@ def test_decodes_in_one_piece_and_in_many(
 def test_chunks_whole_and_in_parts(
     shape: tuple[int, int, int, int], dtype: torch.dtype, num_parts: int
 ) -> None:
-    """Chunks with and without a prefix, causal."""
+    """Causal attention of chunks is right, with and without a prefix."""
     counts, contexts = np.array([5, 130, 64]), np.array([5, 700, 64])
     rows = Rows(shape, contexts.tolist(), dtype)
     tile = tile_queries(dtype, rows.size, 130)

@@ -18,7 +18,8 @@ from headwater.device.model import LoadedModel  # noqa: E402
 __all__ = ["pytestmark"]
 
 BLOCKS = 96
-"""Of 4 MiB each: some milliseconds of copying, more than the step takes to be queued."""
+"""Number of blocks of 4 MiB each: copying them takes some milliseconds, longer than queueing
+the step."""
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,8 @@ def filled_pool(kv_heads: int, dim: int, block_tokens: int) -> Fp8KVPool:
 @pytest.mark.parametrize("variant_name", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decodes_over_8_bit_kv(shape: tuple[int, int, int, int], variant_name: str) -> None:
-    """Rows of all lengths, including unused ones, whole and in pieces."""
+    """Attention of rows of all lengths, including unused ones, is right, whole and in
+    pieces."""
     heads, kv_heads, dim, block_tokens = shape
     pool = filled_pool(kv_heads, dim, block_tokens)
     variant = VARIANTS[variant_name](heads, dim**-0.5)
@@ -181,8 +182,8 @@ def make_weight(method: str, outputs: int = 1024, inputs: int = 2048) -> Quantiz
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 100, 300])
 @pytest.mark.parametrize("method", ["fp8_channel", "fp8_block", "int4"])
 def test_products_of_quantised_weights(method: str, rows: int) -> None:
-    """Plain, gated and added products of every number of rows. FP8 by row rounds its inputs,
-    except of one row."""
+    """Plain, gated and added products of every number of rows are right. FP8 by row rounds its
+    inputs, except for a single row."""
     weight = make_weight(method)
     plain = weight.plain(torch.float32).double()
     x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
@@ -219,7 +220,7 @@ def test_8_bit_kv_gives_the_same_tokens_in_chunks(family: Any) -> None:
 
 
 def test_packed_experts_give_the_tokens_of_dequantised_ones(tmp_path: Any) -> None:
-    """GPT-OSS in MXFP4: kept packed on a GPU, dequantised on a CPU."""
+    """GPT-OSS in MXFP4 is kept packed on a GPU and dequantised on a CPU."""
     quantize_experts(save_family("gpt_oss", tmp_path))
     model = load(tmp_path, device="cuda")
 

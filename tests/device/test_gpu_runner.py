@@ -39,7 +39,8 @@ def on_gpu(family: Callable[[str], Path]) -> LoadedModel:
 
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_tokens_equal_the_reference(name: str, family: Callable[[str], Path]) -> None:
-    """Every family: windows, soft-caps, sinks, decoded together and in chunks."""
+    """This holds for every family, with windows, soft-caps and sinks, decoded together and in
+    chunks."""
     reference, model = Reference(family(name)), load(family(name), device="cuda")
     driver = make_driver(model, block_tokens=4)
     long, short = prompt(41, seed=1), prompt(6, seed=2)
@@ -63,7 +64,8 @@ def test_tokens_equal_the_reference(name: str, family: Callable[[str], Path]) ->
 def test_chunks_prefixes_and_neighbours_change_nothing(
     on_gpu: LoadedModel, llama_reference: Reference, block_tokens: int
 ) -> None:
-    """Cached = uncached and chunked = whole, in mixed batches with rows in any order."""
+    """Cached equals uncached and chunked equals whole, in mixed batches with rows in any
+    order."""
     driver = make_driver(on_gpu, block_tokens=block_tokens, num_blocks=512)
     old = driver.add(prompt(70), name="old")
     driver.step((old, 70))
@@ -139,7 +141,8 @@ WAYS = [
 
 
 def test_sampling_is_that_of_the_cpu(on_gpu: LoadedModel, llama: LoadedModel) -> None:
-    """Seeded, penalised, biased and plain rows in one batch, two steps in flight."""
+    """This holds for seeded, penalised, biased and plain rows in one batch, with two steps in
+    flight."""
     cpu, gpu = Driver(llama), make_driver(on_gpu)
     theirs = [
         cpu.add(prompt(8, seed=i), name=str(i), params=params) for i, params in enumerate(WAYS)
@@ -204,7 +207,8 @@ def counting(calls: list[int]) -> Callable[..., None]:
 
 
 def test_a_short_suffix_in_a_graph_equals_one_outside(tmp_path: Path) -> None:
-    """The few tokens after a cached prefix, in bfloat16: the same logits captured and not."""
+    """The few tokens after a cached prefix have the same logits in bfloat16, captured and
+    not."""
     folder = save_family("llama", tmp_path, head_dim=64, max_position_embeddings=2048)
     model = load(folder, device="cuda", dtype="bfloat16")
     for num_new in (2, 16, 17, 63, 64):

@@ -37,7 +37,7 @@ def truth(folder: Path) -> tuple[list[int], list[float]]:
 
 
 def test_a_token_takes_what_the_architecture_promises(model: LoadedModel) -> None:
-    """One plane of latent and rotary elements per layer, for any number of heads."""
+    """It takes one plane of latent and rotary elements per layer, for any number of heads."""
     config: Any = model.module.config
     numbers = config.kv_lora_rank + config.qk_rope_head_dim
     pool = open_pool(model, num_blocks=4, block_tokens=8)

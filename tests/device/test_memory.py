@@ -72,7 +72,7 @@ def test_invalid_memory_settings_are_refused_before_serving(
 
 
 def test_more_blocks_than_memory_get_a_message(llama: LoadedModel) -> None:
-    """A ConfigError with the requested size, not the allocator's message (lesson 61)."""
+    """It is a ConfigError with the requested size, not the allocator's message (lesson 61)."""
     with pytest.raises(ConfigError, match=r"blocks of KV take .* GiB"):
         KVPool(llama, num_blocks=1 << 40, block_tokens=16)
 

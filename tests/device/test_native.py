@@ -27,7 +27,7 @@ def made(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 5, 96), (7, 768)])
 def test_norms_agree(compiled: native.NativeOps, shape: tuple[int, ...]) -> None:
-    """Any number of rows, contiguous or not."""
+    """This holds for any number of rows, contiguous or not."""
     x, weight = made(*shape), made(shape[-1], seed=1)
 
     ours = compiled.rms_norm(x, weight, 1e-5)

@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_a_packed_block_gives_the_same_numbers(num_rows: int) -> None:
-    """With bias and without, for any number of rows."""
+    """This holds with bias and without, for any number of rows."""
     torch.manual_seed(0)
     block = Block(nn.SiLU())
     x = torch.randn(1, num_rows, 512)
@@ -69,7 +69,7 @@ def test_a_packed_block_gives_the_same_numbers(num_rows: int) -> None:
 
 
 def test_layers_that_packing_would_change_are_not_packed() -> None:
-    """An unknown norm, an unknown activation, a matrix too small to gain."""
+    """These are an unknown norm, an unknown activation, and a matrix too small to gain."""
     block = Block(nn.ReLU())
 
     pack(block)
@@ -87,7 +87,8 @@ def test_other_dtypes_are_left_alone() -> None:
 
 @pytest.mark.slow
 def test_a_packed_model_gives_the_same_tokens(tmp_path: Path) -> None:
-    """Packed, fused and padded to four rows, against the original model of transformers."""
+    """A packed and fused model, padded to four rows, is compared with the original model of
+    transformers."""
     shape = LlamaShape(layers=2, hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64)
     folder = make_llama(tmp_path, shape)
     outputs = []

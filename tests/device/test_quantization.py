@@ -30,7 +30,7 @@ def written(family: Any, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
 def test_a_format_identifies_its_weights(
     name: str, written: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every weight, bit for bit; then the same tokens; and one log line."""
+    """Every weight is equal bit for bit, the tokens are the same, and there is one log line."""
     quantized, plain = written(name)
     with caplog.at_level(logging.INFO):
         model = load(quantized, packed=False)
@@ -53,7 +53,7 @@ def test_a_format_identifies_its_weights(
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_packed_integers_are_read_as_compressed_tensors_reads_them(has_zeros: bool) -> None:
-    """An independent reader of the same integers: the library that defines the format."""
+    """The library that defines the format reads the same integers independently."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     parts, whole = pack_quantized(weight, has_zeros=has_zeros)
@@ -206,7 +206,7 @@ def test_quantised_weights_without_a_config_are_refused(written: Any) -> None:
 
 
 def test_a_truncated_file_is_refused(written: Any) -> None:
-    """A download that ended early."""
+    """This happens when a download ended early."""
     folder, _ = written("gptq")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-64])

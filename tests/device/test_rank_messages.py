@@ -89,7 +89,8 @@ def test_a_table_is_sent_again_only_when_it_is_another_array() -> None:
 
 @pytest.mark.parametrize("kind", [LoadJob, OffloadJob])
 def test_a_copy_arrives_as_it_was_planned(kind: type[LoadJob]) -> None:
-    """Direction, slots of both sides, and the number that its answer repeats."""
+    """The message has the direction, the slots of both sides, and the number that its answer
+    repeats."""
     slots = np.array([3, 4, 9]), np.array([1, 7, 0])
     job = kind(
         job=JobId(77),
@@ -107,7 +108,7 @@ def test_a_copy_arrives_as_it_was_planned(kind: type[LoadJob]) -> None:
 
 
 def test_messages_of_any_size_and_files_arrive_in_order() -> None:
-    """One larger than the socket's buffer, one with a descriptor, one empty."""
+    """One message is larger than the socket's buffer, one has a descriptor, one is empty."""
     ours, theirs = (RankChannel(end, send_timeout_s=10) for end in socket.socketpair())
     large = os.urandom(20 << 20)
     read, write = os.pipe()

@@ -248,7 +248,7 @@ def test_a_frame_that_its_sender_did_not_send_now_is_malformed(change):
 
 
 def test_a_token_is_needed():
-    """No instance listens without one."""
+    """No instance listens without a token."""
     with pytest.raises(ConfigError, match="token"):
         Instance(token=b"")
 

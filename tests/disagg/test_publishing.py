@@ -74,7 +74,7 @@ def test_hits_are_measured_on_both_sides():
 
 
 def test_the_whole_protocol_runs_without_a_device_or_a_second_process():
-    """Lesson 49: engines, state machines and messages on a virtual clock, without torch."""
+    """Lesson 49: engines, state machines and messages run on a virtual clock, without torch."""
     script = (
         "import sys\n"
         "from headwater.testing.peers import EchoPair\n"

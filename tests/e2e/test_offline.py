@@ -78,7 +78,7 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_a_folder_that_is_not_a_model_is_refused(tmp_path):
-    """Lesson 61: an error with a message; no half-built object."""
+    """Lesson 61: there is an error with a message, and no half-built object."""
     with pytest.raises(headwater.HeadwaterError, match=r"config\.json"):
         headwater.LLM(str(tmp_path))
 

@@ -250,14 +250,16 @@ def end_fifo(fifo: Path) -> None:
 
 
 def stop_lookups(folder: Path) -> Callable[[], None]:
-    """A file in the directory blocks every process that opens it: looking for other processes' blocks."""
+    """Put a file into the directory that blocks every process that opens it while it looks for
+    blocks of other processes."""
     fifo = folder / "stopped.table"
     os.mkfifo(fifo)
     return lambda: end_fifo(fifo)
 
 
 def stop_growth(folder: Path) -> Callable[[], None]:
-    """A stopped process holds the lock of the directory: no slab is made or taken over."""
+    """Let a stopped process hold the lock of the directory, so that no slab is made or taken
+    over."""
     held = os.open(folder / "lock", os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
     return lambda: os.close(held)

@@ -189,7 +189,7 @@ def test_a_full_medium(bench: Bench, backend: StorageBackend) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Lesson 24: the same with a full disk."""
+    """Lesson 24: the same holds with a full disk."""
     settings = {"path": str(tmp_path), "slab_bytes": 8 << 20, "reserve_bytes": 1 << 60}
     bench = Bench("file", settings, lambda: None)
     backend = bench.open()

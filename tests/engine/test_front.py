@@ -235,7 +235,8 @@ def test_a_double_free_is_counted_and_ends_the_engine():
     ],
 )
 def test_a_failed_start_raises_the_real_message_and_leaves_nothing(settings, error, sentence):
-    """Lesson 61: no half-built engine: the error, an exit code of 1, no process, no socket."""
+    """Lesson 61: there is the error and an exit code of 1, and no process, socket or half-built
+    engine is left."""
 
     async def scenario():
         engine = OwnedEngine(settings)

@@ -191,7 +191,7 @@ def test_an_impossible_reset_is_refused_with_the_reason(tiers, stored, why):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("tiers", [("device",), ("host",), ("device", "host"), EVERYTHING])
 def test_running_requests_go_on_with_what_they_have(tiers, depth):
-    """Lesson 59: repeated resets under traffic, without a wrong token."""
+    """Lesson 59: repeated resets under traffic cause no wrong token."""
     harness = make_harness(depth=depth, num_blocks=40)
     requests = [
         make_request(f"r{n}", make_prompt(20 + n, family=n % 3), max_tokens=12)

@@ -71,7 +71,8 @@ def test_a_request_survives_encoding_and_decoding():
 
 
 def test_a_request_crosses_as_its_tokens_and_little_more():
-    """Lesson 32: four bytes per token and a few for the rest; no cache data and no KV."""
+    """Lesson 32: the message has four bytes per token and a few for the rest, no cache data and
+    no KV."""
     request = Request(
         request_id=RequestId("r"),
         tokens=np.arange(10_000, dtype=np.int32),

@@ -101,7 +101,8 @@ def test_sglangs_test_of_batches_passes(monkeypatch, is_mla, rank, size):
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
 def test_sglangs_controller_moves_pages_of_its_own_host_pool(layout):
-    """Its page functions, zero-copy where the layout allows it, between two host pools."""
+    """Its page functions move pages between two host pools, without a copy if the layout allows
+    it."""
     from sglang.srt.managers.cache_controller import HiCacheController
 
     SHARED.clear()

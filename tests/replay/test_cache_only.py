@@ -27,7 +27,8 @@ LRU_OF_PUBLIC_TRACES = [
 
 
 def plain_lru_hits(paths, capacity):
-    """A dict in order of use; within one request, the deepest block is the oldest."""
+    """Hits of an LRU computed with a dict in order of use; within one request, the deepest
+    block is the oldest."""
     resident: dict[int, None] = {}
     hits = 0
     for path in paths:

@@ -175,7 +175,8 @@ def test_scale_keeps_sessions_whole_and_adds_copies_that_share_nothing():
 
 
 def test_calibration_takes_what_a_result_has(tmp_path):
-    """By hand: decoding 10 ms + 1 ms per row; prompts 1 ms per token and 2 µs per pair; links."""
+    """The expected figures were calculated by hand: decoding 10 ms + 1 ms per row; prompts 1 ms
+    per token and 2 µs per pair; links."""
     machine = preset("cpu-100m")
     step = machine.step
     rows = [

@@ -24,8 +24,8 @@ print(json.dumps([report["requests"], report["prompt_tokens"], time.process_time
 @needs_traces
 @pytest.mark.nightly
 def test_the_conversation_trace_takes_a_minute_of_one_core_at_most():
-    """12,031 requests and 145 M prompt tokens through cache and scheduler: 60 s, 2 GiB.
-    Processor time, because other processes disturb it least."""
+    """12,031 requests and 145 M prompt tokens take at most 60 s and 2 GiB in cache and
+    scheduler. Processor time is measured, because other processes disturb it least."""
     trace = os.path.join(TRACES or "", "conversation_trace.jsonl")
     ran = subprocess.run(
         [sys.executable, "-c", _SCRIPT, trace], capture_output=True, text=True, check=True

@@ -169,7 +169,7 @@ def test_a_reset_names_tiers_or_is_refused():
 
 
 def test_control_endpoints_refuse_unknown_fields_and_list_the_valid_ones():
-    """A misspelt `tiers` resets nothing; before, it reset every tier in memory."""
+    """A misspelt `tiers` must not reset every tier in memory."""
 
     async def scenario(harness):
         prompt = "x" * 100

@@ -105,7 +105,8 @@ def test_values_that_ask_for_nothing_special_are_accepted(fields):
     ],
 )
 def test_bad_input_is_a_400_that_names_the_field(fields, param):
-    """Lesson 68: limits on every field, reported as an OpenAI error object."""
+    """Lesson 68: every field has limits, and a violation is reported as an OpenAI error
+    object."""
 
     async def scenario(harness):
         assert error(await harness.complete(**fields), 400)["param"] == param

@@ -94,7 +94,7 @@ def test_the_index_is_rebuilt_without_reading_payloads(
 
 
 def test_the_second_write_of_a_prefix_moves_nothing(make_file: MakeFile) -> None:
-    """Neither in this process nor in the next one (lesson 40)."""
+    """This holds in this process and in the next one (lesson 40)."""
     keys = make_keys(4)
     write_run(make_file(), keys, BLOCK_BYTES)
     other = make_file()

@@ -101,7 +101,8 @@ def test_forgetting_everything_leaves_other_models_alone(redis_server: RedisServ
 
 
 def test_a_block_crosses_as_its_header_and_its_bytes(redis_server: RedisServer) -> None:
-    """Lesson 32: under the hash of its tokens, not the tokens; only header and bytes."""
+    """Lesson 32: the name is a hash of the tokens, not the tokens; the value is only header and
+    bytes."""
     storage = open_redis(redis_server.url)
     (key,) = make_keys(1, run="crosses")
     write_run(storage, [key], BLOCK_BYTES)

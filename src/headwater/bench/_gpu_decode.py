@@ -176,7 +176,8 @@ def _serve_again(
     turn: int,
     between: Callable[[], None] | None = None,
 ) -> GpuRun:
-    """Prompts that are cached except for their ends, so that nearly everything is decoding."""
+    """Serve prompts that are cached except for their ends, so that nearly everything is
+    decoding."""
     again = []
     for row, prompt in enumerate(prompts):
         tail = engine.prompt(_TAIL, seed=turn * 1_000_000 + row)

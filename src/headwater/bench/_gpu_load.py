@@ -136,7 +136,7 @@ async def _serve_clients(spec: LoadSpec) -> dict[str, Any]:
 
 
 def main() -> int:
-    """One process of clients."""
+    """Run one process of clients."""
     spec = LoadSpec(**json.load(sys.stdin))
     json.dump(asyncio.run(_serve_clients(spec)), sys.stdout)
     return 0

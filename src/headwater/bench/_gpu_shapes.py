@@ -76,4 +76,4 @@ SHAPES: dict[str, Callable[[], Any]] = {
         max_position_embeddings=4096,
     ),
 }  # fmt: skip
-"""By the name given with `--model`. `-12` is cut to 12 of 48 layers, `-9` to 9 of 27."""
+"""Shapes by the name given with `--model`. `-12` is cut to 12 of 48 layers, `-9` to 9 of 27."""

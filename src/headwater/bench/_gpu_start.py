@@ -12,7 +12,7 @@ _OUTPUT = 64
 
 
 def measure_start(model: LoadedModel, *, slab_gib: int) -> dict[str, Any]:
-    """With a loaded model and a new slab: time to the first token, until the first prompt's
+    """Times with a loaded model and a new slab: to the first token, until the first prompt's
     blocks are on the host, and until the last page is pinned; and steps meanwhile."""
     clock = SystemClock()
     block_bytes = model.layout(BLOCK_TOKENS).block_bytes

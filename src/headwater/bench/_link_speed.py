@@ -52,7 +52,7 @@ def measure_links(quick: bool) -> dict[str, float]:
 
 
 def measure_speeds(quick: bool) -> dict[str, dict[str, float]]:
-    """By link: `ratio`, and `mb_s` and `ceiling_mb_s`, each the median of all turns."""
+    """For each link, `ratio`, `mb_s` and `ceiling_mb_s`: the medians of all turns."""
     links = ["tcp", "shm", *(["mooncake"] if find_spec("mooncake") else [])]
     return {link: _measure(link, *((1, 5) if quick else (_NUM_PAIRS, 9))) for link in links}
 

@@ -67,7 +67,7 @@ class Target:
 
     instance: PDInstance
     headers: dict[str, str] = field(default_factory=dict)
-    """The instance that prefills."""
+    """Headers that name the instance that prefills."""
 
     always: bool = False
     """Whether even a prompt with few new tokens is handed off, which no router does."""

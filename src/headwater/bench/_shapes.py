@@ -95,7 +95,7 @@ _MAKERS: dict[str, _Make] = {
     "scans": _scans,
 }
 SHAPES = ("mixed", *sorted(_MAKERS))
-"""By name on the command line; `mixed` is chats, documents and agents together."""
+"""Shapes by name on the command line; `mixed` is chats, documents and agents together."""
 
 
 def make_shape(name: str, limit: int, seed: int) -> list[TraceRequest]:

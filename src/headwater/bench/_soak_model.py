@@ -240,7 +240,7 @@ class ModelRound:
         count_results(counts, stats, self._outputs, self._reasons)
 
     def _make_core(self, seed: int, folder: Path | None) -> EngineCore:
-        """Pools that hold a few requests, so that running ones are preempted."""
+        """An engine whose pools hold a few requests, so that running ones are preempted."""
         dice = self._dice
         medium: dict[str, Any] = {"backend": "memory", "settings": {}}
         if folder is not None:

@@ -173,7 +173,7 @@ class EchoRound:
         self._hung.clear()
 
     def _finish(self) -> None:
-        """Every executor returns."""
+        """Let every executor return."""
         for _ in range(_MAX_TURNS):
             if not self._engine.scheduler.num_copies and not self._engine.core.has_work:
                 return
@@ -241,7 +241,7 @@ class EchoRound:
         return FaultyStorage(FileStorage(config, form, SystemClock()), script)
 
     def _make_engine(self) -> EchoTiers:
-        """Pools that barely hold one request."""
+        """An engine whose pools barely hold one request."""
         dice = self._dice
         longest = max(len(r.tokens) + r.params.max_tokens for r in self._requests)
         engine = EchoTiers(

@@ -28,10 +28,11 @@ _SLAB_BYTES = 8 << 20
 
 _FAN_CLASS_CONTENT, _FAN_CLOEXEC, _FAN_MARK_ADD = 0x04, 0x01, 0x01
 _FAN_PERMISSIONS = 0x10000 | 0x20000 | 0x08000000
-"""Opening and reading the files of a directory wait for permission."""
+"""fanotify flags: opening and reading the files of a directory wait for permission."""
 
 _EVENT = "IBBHQii"
-"""Length, version, reserved, length of this part, kind, descriptor, process."""
+"""Fields of a fanotify event: length, version, reserved, length of this part, kind, descriptor,
+process."""
 
 
 class StoppableMedium(Protocol):

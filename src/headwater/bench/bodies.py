@@ -61,7 +61,7 @@ def _tiny_messages() -> Shape:
 
 
 def _fitting_messages() -> Shape:
-    """As many values as are accepted, so that nothing is refused early."""
+    """Messages with as many values as are accepted, so that nothing is refused early."""
     return _chat([{"role": "user", "content": "a" * 300}] * 16_000)
 
 
@@ -78,7 +78,8 @@ def _many_tools() -> Shape:
 
 
 def _fitting_tools() -> Shape:
-    """As many bytes of tools as are accepted, in as many calls of the JSON writer as possible."""
+    """Tools with as many bytes as are accepted, written in as many calls of the JSON writer as
+    possible."""
     return _chat([{"role": "user", "content": "call one"}], tools=_tools(75))
 
 
@@ -90,7 +91,7 @@ def _arguments() -> Shape:
 
 
 def _blocks() -> Shape:
-    """As many blocks as are accepted; they are joined into one text."""
+    """A message with as many blocks as are accepted; they are joined into one text."""
     blocks = [{"type": "text", "text": "a" * 700}] * 17_000
     return "/v1/messages", {"messages": [{"role": "user", "content": blocks}], "max_tokens": 1}
 
@@ -211,8 +212,8 @@ class _HealthProbe:
         self._connection.getresponse().read()
 
     def _schedule_file(self) -> Path:
-        """Scheduling statistics of the thread that serves this connection: the main thread of
-        the process that has its other end."""
+        """Scheduling statistics of the thread that serves this connection, which is the main
+        thread of the process at its other end."""
         near = self._connection.sock.getsockname()[1]
         ends = (f":{self._target.port:04X}", f":{near:04X}")
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:

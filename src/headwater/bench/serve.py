@@ -126,7 +126,7 @@ def ratios(rows: list[Row]) -> list[Row]:
 
 
 def constrained_ratios(rows: list[Row]) -> list[Row]:
-    """With a schema over without, for each engine and case that ran both."""
+    """Results with a schema over results without, for each engine and case that ran both."""
     found = []
     for row in rows:
         key = {name: row[name] for name in ("model", "concurrency", "cache", "engine")}

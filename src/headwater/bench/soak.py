@@ -38,7 +38,7 @@ class SoakRound(Protocol):
         one is violated."""
 
     def close(self) -> None:
-        """Release what it has."""
+        """Release its engine and storage."""
 
 
 MakeRound = Callable[[int, Path | None], SoakRound]

@@ -29,7 +29,7 @@ class CacheConfig:
     """When device blocks are written to the host tier."""
 
     select_hits: int = 1
-    """With `write_through_selective`: a block is written at its n-th hit."""
+    """With `write_through_selective`, a block is written at its n-th hit."""
 
     write_ahead_blocks: int | None = None
     """Number of next victims of the device that are kept written to the host, under the

@@ -181,13 +181,13 @@ class TransferJob:
 
 
 class LoadJob(TransferJob):
-    """To a higher tier: host to device, or storage to host."""
+    """A transfer to a higher tier: host to device, or storage to host."""
 
     __slots__ = ()
 
 
 class OffloadJob(TransferJob):
-    """To a lower tier: device to host, or host to storage."""
+    """A transfer to a lower tier: device to host, or host to storage."""
 
     __slots__ = ()
 

@@ -36,7 +36,7 @@ class SessionStats(NamedTuple):
     num_sessions: int = 0
     promised_blocks: int = 0
     hints: Mapping[str, int] = {}
-    """By outcome: `closed`, `granted`, `over_budget`."""
+    """Number of hints by outcome: `closed`, `granted`, `over_budget`."""
 
 
 class SessionEntry:

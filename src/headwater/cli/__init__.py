@@ -118,7 +118,8 @@ def _bench_help(known: Sequence[str]) -> str:
 
 
 def _guard(run: Callable[[], int]) -> int:
-    """Errors of our own classes are printed as a sentence, without a traceback."""
+    """Run a command. Errors of our own classes are printed as a sentence, without a
+    traceback."""
     try:
         code = run()
         sys.stdout.flush()

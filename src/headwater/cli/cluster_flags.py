@@ -83,7 +83,7 @@ def add_cluster_flags(parser: ArgumentParser) -> None:
 
 
 def _add_address(group: _ArgumentGroup, prefix: str, what: str, default: str) -> None:
-    """Two flags for an address that is told to peers."""
+    """Add two flags for an address that is told to peers."""
     text = f"address that peers are given for {what}, behind NAT (default: {default})"
     group.add_argument(f"{prefix}-host", metavar="ADDRESS", help=text)
     group.add_argument(

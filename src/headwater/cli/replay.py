@@ -149,7 +149,9 @@ def run_replay(options: Namespace) -> int:
             "--capacity-blocks works only with --cache-only; give --device-gib instead"
         )
     if (options.weights, options.save_weights) != ("none", None):
-        raise ConfigError("--weights and --save-weights work only with --cache-only")
+        raise ConfigError(
+            "--weights and --save-weights work only with --cache-only; add it or leave them out"
+        )
     return _run_engine(options)
 
 
@@ -207,7 +209,9 @@ def _run_cache_only(options: Namespace) -> int:
         )
     requests = load_of(options).requests()
     if requests[0].block_tokens != TRACE_BLOCK:
-        raise ConfigError("--cache-only is for traces in the Mooncake format, not recordings")
+        raise ConfigError(
+            "--cache-only is for traces in the Mooncake format; leave it out for recordings"
+        )
     start = time.perf_counter()
     if options.eviction == "opt":
         replayed = replay_optimum(requests, options.capacity_blocks)

@@ -280,7 +280,9 @@ def check_process(process: "ProcessSpec") -> None:
     except SystemExit:
         unknown = [errors.getvalue().strip().rpartition("error: ")[2]]
     if unknown:
-        raise ConfigError(f"{process.name}: {' '.join(unknown)} is not a valid flag or value")
+        raise ConfigError(
+            f"{process.name}: {' '.join(unknown)} is not a valid flag or value; see its --help"
+        )
 
 
 def _check(roles: "dict[Role, int]") -> None:
@@ -289,7 +291,9 @@ def _check(roles: "dict[Role, int]") -> None:
             "say how many instances: --mixed N, or --prefill N --decode N, or -f FILE"
         )
     if bool(roles["prefill"]) and not roles["decode"]:
-        raise ConfigError("--prefill instances need --decode instances to hand over to")
+        raise ConfigError(
+            "--prefill instances need --decode instances to hand over to; give --decode N"
+        )
 
 
 def _gpus(options: Namespace, num_instances: int) -> list[int]:

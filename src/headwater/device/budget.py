@@ -24,7 +24,7 @@ _SAMPLED_BYTES = 8
 """Bytes per sequence and vocabulary entry: a logit, the logit after penalties, and a count."""
 
 _WORKSPACE_BYTES = 1 << 30
-"""For captured graphs, workspaces of libraries, and fragmentation."""
+"""Memory for captured graphs, workspaces of libraries, and fragmentation."""
 
 _CPU_SHARE, _GPU_SHARE, _LARGE_GPU_SHARE = 0.5, 0.9, 0.95
 """Default shares of free memory for blocks. The engine owns a GPU, but not main memory."""

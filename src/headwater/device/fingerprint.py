@@ -37,9 +37,11 @@ def identity_files(model_dir: Path) -> list[Path]:
     weights = sorted(model_dir.glob("*.safetensors"))
     config = model_dir / "config.json"
     if not config.is_file():
-        raise ModelError(f"{model_dir} has no config.json")
+        raise ModelError(f"{model_dir} has no config.json; use a complete model folder")
     if not weights:
-        raise ModelError(f"{model_dir} has no .safetensors weights")
+        raise ModelError(
+            f"{model_dir} has no .safetensors weights; use a complete model folder"
+        )
     return [config, *weights]
 
 

@@ -50,7 +50,7 @@ class HostOps(Protocol):
 
 
 class TorchOps:
-    """In torch, for any dtype and device."""
+    """`HostOps` in torch, for any dtype and device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return torch.rms_norm(x, list(weight.shape), weight, epsilon)

@@ -30,7 +30,10 @@ def num_blocks_that_fit(
     """
     if override is not None:
         if override < 1:
-            raise ConfigError(f"the KV pool needs at least one block, got {override}")
+            raise ConfigError(
+                f"the KV pool needs at least one block, got {override}; raise "
+                f"--num-gpu-blocks-override"
+            )
         return override
     return blocks_within(
         available_bytes if available_bytes is not None else free_bytes(model),

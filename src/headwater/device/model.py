@@ -258,7 +258,8 @@ def _loaded(
 
 
 def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
-    """Weights that the folder lacks would be random, with only a warning."""
+    """Raise ModelError if the folder lacks weights: transformers would make them random, with
+    only a warning."""
     for fault in ("missing_keys", "mismatched_keys"):
         if found.get(fault):
             first = sorted(map(str, found[fault]))[0]

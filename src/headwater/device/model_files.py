@@ -51,7 +51,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json. Raises ModelError if something is wrong with it."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+        raise ModelError(
+            f"{folder} is not a model folder: it has no config.json; give another path"
+        )
     return read_object(path)
 
 
@@ -84,7 +86,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"the first is {missing[0]}; download the model again"
         )
     if not files:
-        raise ModelError(f"{folder} has no .safetensors weights")
+        raise ModelError(f"{folder} has no .safetensors weights; use a complete model folder")
     return files
 
 

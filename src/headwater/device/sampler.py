@@ -176,7 +176,8 @@ def _greedy(edited: Tensor, logits: Tensor) -> Tensor:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """On a CPU numpy's version, which is several times faster but does not support bfloat16."""
+    """The index of the largest logit. On a CPU numpy is several times faster, but it does not
+    support bfloat16."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)

@@ -146,7 +146,7 @@ def survey_of(
             f"{config.get(_LAYERS[0])!r}"
         )
     if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder} has no tokenizer.json")
+        raise ModelError(f"{folder} has no tokenizer.json; use a complete model folder")
     return ModelSurvey(
         folder=folder,
         config=config,

@@ -169,7 +169,7 @@ class EngineCore:
         self._scheduler.pause()
 
     def resume(self) -> None:
-        """Admit again."""
+        """Admit new requests again."""
         self._scheduler.resume()
 
     def reset_cache(self, tiers: Collection[str] = MEMORY, then: Then | None = None) -> None:
@@ -328,7 +328,7 @@ class EngineCore:
                 return self.view(limits)
             case CloseSession(session_id, cache_salt):
                 return self.close_session(session_id, cache_salt)
-        raise RequestError(f"this engine cannot execute {type(call).__name__}")
+        raise RequestError(f"this engine cannot execute {type(call).__name__}; update it")
 
     def _wakes(self) -> list[float]:
         """Deadlines at which there is work although nothing arrives."""

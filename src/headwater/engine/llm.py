@@ -55,7 +55,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For the prompt tokens from the second on, if requested."""
+    """Log-probabilities of the prompt tokens from the second on, if requested."""
 
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -139,7 +139,8 @@ class Resets:
         if not set(tiers) >= MEMORY:
             raise RequestError(
                 "storage can only be emptied together with device and host, got "
-                f"{', '.join(tiers)}: blocks in memory that were stored once are not written again"
+                f"{', '.join(tiers)}: blocks in memory that were stored once are not written "
+                f"again; name all three tiers"
             )
         if not self._mover.has_storage:
             raise RequestError(

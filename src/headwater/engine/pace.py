@@ -61,7 +61,7 @@ class StepCostEstimator:
 
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}
-        """By the bit length of the number of rows."""
+        """Seconds of a decode step, by the bit length of its number of rows."""
         self._prompt_token_s = self._mixed_token_s = self._overhead_s = 0.0
         self.costs = StepCosts()
 

@@ -141,7 +141,7 @@ class SupervisorLine:
         self._wake: Callable[[], None] | None = None
 
     def read_start(self) -> wire.EngineStart:
-        """The first line."""
+        """Read the first line, which has the settings of the engine."""
         return wire.decode_start(self._read_line())
 
     def watch(self) -> None:

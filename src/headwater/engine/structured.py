@@ -45,7 +45,7 @@ class StructuredOutput:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    """In Lark syntax or in GBNF."""
+    """A grammar in Lark syntax or in GBNF."""
 
     def __post_init__(self) -> None:
         given = [name for name in _FIELDS if getattr(self, name) not in (None, False)]
@@ -142,7 +142,7 @@ def _too_long(max_bytes: int) -> RequestError:
 
 def _alternatives(choice: Sequence[str]) -> str:
     if isinstance(choice, str) or not all(isinstance(text, str) for text in choice):
-        raise RequestError("choice must be a list of texts")
+        raise RequestError(f"choice must be a list of texts, got {choice!r:.100}")
     if not 1 <= len(choice) <= MAX_CHOICES or not all(choice):
         raise RequestError(
             f"choice must have 1 to {MAX_CHOICES} texts and none may be empty, got {len(choice)} "

@@ -252,7 +252,7 @@ def check_text(field: str, text: str) -> None:
 
 def _load_fast(path: Path) -> FastTokenizer:
     if not path.is_file():
-        raise ModelError(f"no tokenizer.json in {path.parent}")
+        raise ModelError(f"{path.parent} has no tokenizer.json; use a complete model folder")
     try:
         fast = FastTokenizer.from_file(str(path))
     except Exception as exc:

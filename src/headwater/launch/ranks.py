@@ -210,6 +210,7 @@ def rank_devices(device: str, size: int) -> list[str]:
 
 
 def _backend(devices: list[str]) -> str:
-    """NCCL needs a GPU for each rank; gloo goes through main memory."""
+    """The library for collectives. NCCL needs a GPU for each rank; gloo goes through main
+    memory."""
     is_alone = len(set(devices)) == len(devices)
     return "nccl" if is_alone and all(d.startswith("cuda") for d in devices) else "gloo"

@@ -7,7 +7,7 @@ WINDOW_S = 600.0
 
 
 class RestartBudget:
-    """At most `max_restarts` within `WINDOW_S`."""
+    """Allows at most `max_restarts` restarts within `WINDOW_S`."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts

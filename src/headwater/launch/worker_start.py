@@ -52,6 +52,6 @@ class EngineDown(Struct, frozen=True, kw_only=True):
 
     reason: str
     retry_after_s: float | None
-    """When to try again; None if no new engine will be started."""
+    """Seconds after which clients should try again; None if no new engine will be started."""
 
     num_violations: int

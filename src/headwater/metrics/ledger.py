@@ -21,10 +21,10 @@ class RequestRecord:
 
     duration_s: float
     queued_s: float | None
-    """From its arrival to its admission; None if it was never admitted."""
+    """Seconds from its arrival to its admission; None if it was never admitted."""
 
     first_token_s: float | None
-    """From its arrival to its first token."""
+    """Seconds from its arrival to its first token."""
 
     inter_token_s: float | None
     """Mean time between two tokens."""

@@ -23,7 +23,7 @@ class Metric:
     """One metric. Each exists once, so it is its own identity."""
 
     name: str
-    """Without the prefix; a counter's ends in `_total`."""
+    """The name without the prefix; that of a counter ends in `_total`."""
 
     kind: Kind
     help: str

@@ -44,7 +44,7 @@ class RecorderSnapshot(Struct, frozen=True, kw_only=True):
     """The totals of one recorder, by metric name. It is sent between processes."""
 
     counts: list[tuple[str, str, int]] = []
-    """Metric, label, count."""
+    """Each entry has a metric, a label and a count."""
 
     histograms: dict[str, tuple[list[int], float]] = {}
     """Counts by bucket, and the sum."""
@@ -102,7 +102,7 @@ class SequenceProgress:
     """The current time, in seconds since 1970."""
 
     token_bytes: int
-    """KV of one token."""
+    """Bytes of KV of one token."""
 
     traceparent: str | None = None
 

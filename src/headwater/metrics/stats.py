@@ -100,10 +100,10 @@ class EngineStats:
 
     num_admitted: int = 0
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
-    """By tier name, fastest first."""
+    """Statistics by tier name, fastest tier first."""
 
     links: Mapping[str, LinkStats] = field(default_factory=dict)
-    """By name: `host_to_device`, `device_to_host`, …, `lookup`."""
+    """Statistics by link name: `host_to_device`, `device_to_host`, …, `lookup`."""
 
     storage: StorageStats | None = None
     """Statistics of the storage backend, if there is one."""
@@ -133,7 +133,7 @@ class EngineStats:
     """The latest decisions, oldest first, with their prices and results."""
 
     handoffs: Mapping[str, HandoffStats] = field(default_factory=dict)
-    """By side, `prefill` and `decode`; empty on an instance without hand-offs."""
+    """Statistics by side, `prefill` and `decode`; empty on an instance without hand-offs."""
 
     hints: Mapping[str, int] = field(default_factory=dict)
     """Hints of clients, by outcome."""

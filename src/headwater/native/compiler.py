@@ -46,7 +46,7 @@ def _compile(compiler: str, source: Path, flags: Sequence[str], target: Path) ->
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """A description of the processor, on which the result of `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -41,7 +41,7 @@ class WriteRank(NamedTuple):
 class _Waiting(NamedTuple):
     rank: WriteRank
     number: int
-    """Grows with time."""
+    """A number that grows with each entry: among equals, the oldest is first."""
 
     num_blocks: int
 

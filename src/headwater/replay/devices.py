@@ -221,7 +221,7 @@ class SimStorage:
         """Nothing to do: a simulated call needs no thread."""
 
     def stats(self) -> StorageStats:
-        """Totals so far."""
+        """Totals of this storage so far."""
         store = self._store
         return StorageStats(
             backend="simulated",

@@ -66,8 +66,8 @@ class SimInstance:
         self.served: list[SimRequest] = []
         """All requests given to it, in that order."""
         self.samples = TimeSeries(times)
-        """Waiting, running, device blocks in use, device blocks held by requests, host blocks
-        in use."""
+        """Samples over time: waiting, running, device blocks in use, device blocks held by
+        requests, host blocks in use."""
         self._fast_forward = config.fast_forward
         self._line: deque[tuple[RequestId, TraceRequest, str]] = deque()
         self._alive: dict[RequestId, SimRequest] = {}

@@ -59,7 +59,7 @@ class SimFabric:
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
         self._messages: list[tuple[float, int, str, PeerMessage]] = []
-        """A heap by arrival."""
+        """A heap of messages, by arrival time."""
         self._num_sent = 0
 
     def enter(self, name: str, post: Post) -> None:

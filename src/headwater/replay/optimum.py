@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from headwater.replay.trace import TraceRequest
 
 NEVER = 1 << 62
-"""Later than any request."""
+"""A number that is later than that of any request."""
 
 
 def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iterator[int]:

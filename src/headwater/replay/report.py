@@ -148,7 +148,7 @@ def _quantiles(seconds: Seconds) -> list[float]:
 
 
 def _duration_s(served: Sequence[SimRequest]) -> float:
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
     if not served:
         return 1.0
     end_s = max((one.last_s for one in served), default=0.0)

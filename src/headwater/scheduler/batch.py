@@ -60,7 +60,7 @@ class ScheduledBatch:
     """Rows that sample a token after this step: decodes, and last chunks of prompts."""
 
     params: list[SamplingParams]
-    """Per *sampled* row."""
+    """Sampling parameters per *sampled* row."""
 
     histories: Listed[tuple[Tokens, int]] = field(default_factory=list)
     """Per *sampled* row: all tokens known so far, and how many of them are the prompt.
@@ -112,10 +112,10 @@ class StepResult:
     """Per sampled row; None if none were requested."""
 
     scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By row of `scored`."""
+    """Log-probabilities of prompt tokens, by row of `scored`."""
 
     failures: dict[int, str] = field(default_factory=dict)
-    """By sampled row: why no token can be chosen for it."""
+    """Why no token can be chosen for a row, by sampled row."""
 
 
 class Chunk(NamedTuple):

@@ -99,7 +99,8 @@ class SchedulerConfig:
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batched_tokens {self.max_batched_tokens} cannot hold one token for each "
-                f"of max_num_seqs {self.max_num_seqs} sequences"
+                f"of max_num_seqs {self.max_num_seqs} sequences; raise the first or lower the "
+                f"second"
             )
 
 

@@ -242,7 +242,7 @@ class DecodeRows:
             self._stops.update(sequence.stop_tokens)
 
     def remove(self, sequence: Sequence) -> None:
-        """From now on it is handled on its own. One without a row is ignored."""
+        """Handle `sequence` on its own from now on. A sequence without a row is ignored."""
         if not isinstance(sequence, RowSequence):
             return
         column = leave_arrays(sequence)

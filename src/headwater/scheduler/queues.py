@@ -34,7 +34,8 @@ class WaitingQueue:
         return len(self._keys) - self._head
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order. During iteration only the sequence returned last may be removed."""
+        """The sequences in order. During iteration only the sequence returned last may be
+        removed."""
         place = 0
         while place < len(self):
             sequence = self._sequences[self._head + place]

@@ -65,7 +65,8 @@ class Handoffs:
         return self._table.take_computed()
 
     def expect(self, sequence: Sequence) -> None:
-        """Another instance computes a new sequence; it needs nothing here until it is invited."""
+        """Add a sequence that another instance computes. It needs nothing here until it is
+        invited."""
         self._table.move(sequence, SequenceState.REMOTE)
 
     def invite(self, sequence: Sequence) -> None:

@@ -385,10 +385,11 @@ class SequenceOutput:
     """The token that ended the output, if a token did."""
 
     usage: Usage | None = None
-    """On the first output with tokens, and on no other."""
+    """Usage of the prompt; only on the first output with tokens."""
 
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For prompt tokens from the second on; on the first output with tokens."""
+    """Log-probabilities of prompt tokens from the second on; only on the first output with
+    tokens."""
 
     detail: str = ""
     """The reason, if the request was refused or failed."""

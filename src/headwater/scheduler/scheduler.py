@@ -162,7 +162,7 @@ class Scheduler:
         self._admission.is_paused = True
 
     def resume(self) -> None:
-        """Admit again."""
+        """Admit new sequences again."""
         self._admission.is_paused = False
         self._reschedule()
 

@@ -161,8 +161,8 @@ class AccessPolicy:
             )
 
     def _check_origin(self, headers: "_Headers") -> None:
-        """A browser sends `Origin` with every cross-origin POST, so requests of foreign pages
-        are recognised; other clients send none."""
+        """Refuse requests of foreign web pages. A browser sends `Origin` with every
+        cross-origin POST; other clients send none."""
         origin, host = headers.get(b"origin"), headers.get(b"host")
         if origin and _authority(origin) != host.lower():
             raise RequestRefused(

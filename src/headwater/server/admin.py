@@ -55,8 +55,8 @@ async def health_generate(request: Request) -> Response:
             await Generation(service, job).run(ignore)
     except TimeoutError as exc:
         raise RequestRefused(
-            f"the engine generated no token within {_DEEP_TIMEOUT_S:.0f} s; it is overloaded or "
-            "does not respond",
+            f"the engine generated no token within {_DEEP_TIMEOUT_S:.0f} s; it is overloaded "
+            f"or hangs; see the log",
             status=503,
         ) from exc
     return JsonResponse(Health())

@@ -86,8 +86,8 @@ class PromptLogprob(Struct, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, for each token of the prompt; null for the first token, which has no
-prediction."""
+"""For each token of the prompt, log-probabilities by token id; null for the first token, which
+has no prediction."""
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -224,7 +224,7 @@ class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     reasoning: str | None = None
     tool_calls: list[ChatToolCallDelta] | None = None
     malformed_tool_calls: int = 0
-    """In the last chunk: calls that could not be read. The parts of them that
+    """Only in the last chunk: number of calls that could not be read. The parts of them that
     were sent are not calls."""
 
 

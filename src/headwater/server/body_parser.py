@@ -84,7 +84,8 @@ class BodyParser:
             return decode_json(raw, kind)
         if kind.__name__ not in KINDS:
             raise RequestRefused(
-                f"the body has {len(raw)} bytes; this endpoint takes at most {INLINE_BYTES}",
+                f"the body has {len(raw)} bytes; this endpoint takes at most {INLINE_BYTES}; "
+                f"send a shorter one",
                 status=413,
             )
         result = await self._workers.ask(kind.__name__, raw, self._max_ids)

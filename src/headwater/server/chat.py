@@ -45,7 +45,7 @@ _NOTHING = ChatDelta()
 
 
 async def chat_completions(request: Request) -> ASGIResponse:
-    """The endpoint."""
+    """Answer POST /v1/chat/completions."""
     call = await begin(request, ChatRequest)
     body = call.body
     max_tokens = body.max_completion_tokens or body.max_tokens

@@ -65,7 +65,7 @@ def _text(message: Message) -> str:
     for part in message.content:
         if part.type == "text" and part.text is None:
             raise RequestRefused(
-                "a message part of type 'text' has no text field", param="messages"
+                "a message part of type 'text' has no text field; add one", param="messages"
             )
         if part.type != "text":
             raise RequestRefused(
@@ -119,7 +119,7 @@ def use_of(
 ) -> ToolUse:
     """How `tools` are used; `name` is the tool that must be called."""
     if len({tool.name for tool in tools}) < len(tools):
-        raise RequestRefused("two tools have the same name", param="tools")
+        raise RequestRefused("two tools have the same name; rename one", param="tools")
     if not tools:
         if mode == "required" or name is not None:
             raise RequestRefused(

@@ -40,7 +40,7 @@ class ClusterAuth:
         self._token = None if token is None else token.encode()
         self._unix_s = unix_s
         self._nonces: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """By nonce, when it came and its time stamp: a signature is accepted once."""
+        """When each nonce came, and its time stamp: a signature is accepted once."""
         self._forgotten_stamp = -1
         """Latest stamp of a nonce that was dropped early. Older signatures are not accepted,
         because they may have been used."""

@@ -29,7 +29,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: Request) -> ASGIResponse:
-    """The endpoint."""
+    """Answer POST /v1/completions."""
     call = await begin(request, CompletionRequest)
     body, service = call.body, call.service
     job = make_job(
@@ -45,8 +45,8 @@ async def completions(request: Request) -> ASGIResponse:
 
 
 def _max_tokens(body: CompletionRequest) -> int | None:
-    """With `echo`, 0 returns the prompt alone. The engine samples one token for it, which the
-    answer leaves out."""
+    """The token limit for the engine. With `echo`, 0 returns the prompt alone: the engine
+    samples one token, which the answer leaves out."""
     if body.max_tokens == 0 and not body.echo:
         raise RequestRefused(
             "max_tokens is 0, so nothing would be generated; send at least 1, or echo: true",
@@ -56,7 +56,8 @@ def _max_tokens(body: CompletionRequest) -> int | None:
 
 
 def _num_prompt_logprobs(body: CompletionRequest, service: Service) -> int | None:
-    """With `echo`, log-probabilities of the prompt are also reported."""
+    """Number of alternatives for each prompt token. With `echo`, `logprobs` also applies to the
+    prompt."""
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs

@@ -29,7 +29,7 @@ _RESERVED_FILES = 128
 
 class _Phase(Enum):
     IDLE = auto()
-    """Between two requests. uvicorn's keep-alive timeout ends it."""
+    """The connection is between two requests. uvicorn's keep-alive timeout ends it."""
     HEADERS = auto()
     BODY = auto()
     RESPONSE = auto()

@@ -130,7 +130,8 @@ def _seeded(prompt: GenerationPrompt, entries: Sequence[ResumedChoice]) -> Gener
 
 
 def _check(prompt: GenerationPrompt, entry: ResumedChoice, info: EngineInfo) -> None:
-    """Finished choices are checked too: their tokens are detokenized like the others."""
+    """Check the resumed tokens. Those of finished choices are checked too, because they are
+    detokenized like the others."""
     num_tokens, limit = len(entry.token_ids), prompt.params.max_tokens
     if num_tokens > limit or (num_tokens == limit and not entry.has_ended):
         raise RequestRefused(

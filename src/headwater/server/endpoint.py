@@ -240,8 +240,8 @@ def _with_prefill(request: Request, service: Service, job: GenerationJob) -> Gen
         )
     if not access_of(request).is_cluster:
         raise RequestRefused(
-            f"{PREFILL_HEADER} is accepted from the router only: the peer token is missing or "
-            "wrong",
+            f"{PREFILL_HEADER} is accepted from the router only, and the peer token is "
+            f"missing or wrong; send the request to the router",
             status=403,
             code="peer_token",
         )

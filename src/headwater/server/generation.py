@@ -139,7 +139,8 @@ class Delta:
     """The same text as content, reasoning and calls."""
 
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For the prompt tokens from the second on, if requested; in the first delta."""
+    """Log-probabilities of the prompt tokens from the second on, if requested; only in the
+    first delta."""
 
     num_malformed: int = 0
     """Calls of the choice so far that could not be parsed."""

@@ -68,7 +68,7 @@ def messages_error(error: HeadwaterError) -> MessagesError:
 
 
 async def messages(request: Request) -> ASGIResponse:
-    """The endpoint."""
+    """Answer POST /v1/messages."""
     try:
         body = await _read(request, MessagesRequest)
         call = await accept(request, await _chat(request, body))

@@ -103,7 +103,7 @@ def _texts(blocks: Sequence[ContentBlock]) -> str:
 def _text(block: ContentBlock) -> str:
     if block.type != "text":
         raise RequestRefused(
-            f"content of type {block.type[:40]!r} is not supported; only text is",
+            f"content of type {block.type[:40]!r} is not supported; send text only",
             param="messages",
         )
     return _required(block.text, block, "text")

@@ -49,7 +49,7 @@ _Path = dict[str, Any]
 
 
 async def openapi(request: Request) -> Response:
-    """The endpoint."""
+    """Answer GET /openapi.json."""
     return JsonResponse(document())
 
 

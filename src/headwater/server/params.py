@@ -38,7 +38,8 @@ def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > limits.max_stop_strings:
         raise RequestRefused(
-            f"stop has {len(stops)} strings; the limit is {limits.max_stop_strings}",
+            f"stop has {len(stops)} strings; the limit is {limits.max_stop_strings}. Send "
+            f"fewer",
             param="stop",
         )
     for stop in stops:
@@ -54,7 +55,9 @@ def num_choices(body: Sampling, limits: LimitsConfig) -> int:
     """Number of choices per prompt."""
     wanted = body.n or 1
     if wanted > limits.max_choices:
-        raise RequestRefused(f"n is {wanted}; the limit is {limits.max_choices}", param="n")
+        raise RequestRefused(
+            f"n is {wanted}; the limit is {limits.max_choices}. Lower n", param="n"
+        )
     return wanted
 
 
@@ -62,7 +65,8 @@ def num_logprobs(wanted: int | None, limits: LimitsConfig, *, param: str) -> int
     """Number of alternatives reported per token; None without log-probabilities."""
     if wanted is not None and wanted > limits.max_logprobs:
         raise RequestRefused(
-            f"{param} is {wanted}; the limit is {limits.max_logprobs}", param=param
+            f"{param} is {wanted}; the limit is {limits.max_logprobs}. Ask for fewer",
+            param=param,
         )
     return wanted
 
@@ -100,7 +104,8 @@ def check_token_ids(highest: int, info: EngineInfo, *, param: str) -> None:
     """Raise RequestRefused when the highest token id is not in the vocabulary."""
     if highest >= info.vocab_size:
         raise RequestRefused(
-            f"token id {highest} is out of range; the vocabulary has {info.vocab_size} ids",
+            f"token id {highest} is out of range; ids are below {info.vocab_size}, the size "
+            f"of the vocabulary",
             param=param,
         )
 
@@ -188,7 +193,8 @@ def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[
     bias = body.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
         raise RequestRefused(
-            f"logit_bias has {len(bias)} entries; the limit is {limits.max_logit_bias}",
+            f"logit_bias has {len(bias)} entries; the limit is {limits.max_logit_bias}. Send "
+            f"fewer",
             param="logit_bias",
         )
     return {_bias_token(key, info): value for key, value in bias.items()}
@@ -197,7 +203,8 @@ def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[
 def _bias_token(key: str, info: EngineInfo) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < info.vocab_size):
         raise RequestRefused(
-            f"logit_bias has the key {key[:40]!r}, which is not a token id of this model",
+            f"logit_bias has the key {key[:40]!r}, which is not a token id of this model; "
+            f"leave it out",
             param="logit_bias",
         )
     return int(key)
@@ -208,7 +215,8 @@ def _stop_token_ids(
 ) -> tuple[int, ...]:
     if len(ids) > limits.max_stop_token_ids:
         raise RequestRefused(
-            f"stop_token_ids has {len(ids)} ids; the limit is {limits.max_stop_token_ids}",
+            f"stop_token_ids has {len(ids)} ids; the limit is {limits.max_stop_token_ids}. "
+            f"Send fewer",
             param="stop_token_ids",
         )
     for token in ids:

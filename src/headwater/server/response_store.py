@@ -41,7 +41,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._entries: OrderedDict[str, tuple[float, str, bytes]] = OrderedDict()
-        """By id: expiry time, tenant and bytes; oldest first."""
+        """Expiry time, tenant and bytes of each response, by id; oldest first."""
         self._num_bytes = 0
 
     def __len__(self) -> int:

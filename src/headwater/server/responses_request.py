@@ -100,7 +100,8 @@ def _add_item(messages: list[Message], item: InputItem) -> None:
             return  # chat templates remove the reasoning of answers from the history
         case _:
             raise RequestRefused(
-                f"an input item has the type {item.type[:40]!r}, which is not supported",
+                f"an input item has the type {item.type[:40]!r}; only messages, function "
+                f"calls and their outputs are supported",
                 param="input",
             )
 

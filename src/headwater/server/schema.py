@@ -147,7 +147,7 @@ class Sampling(RefusedSampling, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     conversation: str | None = None
-    """With `prompt_cache_key` and `user`: names the session if `session_id` is missing."""
+    """Names the session if `session_id` is missing, as `prompt_cache_key` and `user` do."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None

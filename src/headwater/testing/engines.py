@@ -120,7 +120,7 @@ class EchoEngine:
         self._flowing.clear()
 
     def flow(self) -> None:
-        """Step again."""
+        """Continue to step after `hold`."""
         self._flowing.set()
 
     def die(self, reason: str) -> None:

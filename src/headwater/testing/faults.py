@@ -142,7 +142,7 @@ class FaultyStorage:
         return self._backend.stats()
 
     def close(self) -> None:
-        """Also ends hanging calls, so that no thread is left behind."""
+        """Close the backend and end hanging calls, so that no thread is left behind."""
         self.release()
         self._backend.close()
 

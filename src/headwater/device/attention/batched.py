@@ -111,7 +111,7 @@ class BatchedDecodes:
             out.index_copy_(0, self._tokens, attended.index_select(0, self._buffer_rows))
 
     def store(self, rows: Tensor) -> None:
-        """After the last layer: write this step's K and V of all layers to pool `rows`."""
+        """Write this step's K and V of all layers to pool `rows`, after the last layer."""
         pool = self._pool
         heads = torch.arange(pool.kv_heads, device=pool.device)
         buffer_heads = (self._buffer_rows[:, None] * pool.kv_heads + heads).flatten()

@@ -55,6 +55,6 @@ class SdpaStep:
         return out
 
     def finish(self) -> None:
-        """After the last layer: write what the buffers got to the pool."""
+        """Write the new K and V of the buffers to the pool, after the last layer."""
         if self._decodes is not None:
             self._decodes.store(self._decode_rows)

@@ -127,7 +127,7 @@ class PagedStep:
             flat.index_copy_(0, rows + plane * block_tokens, source.reshape(len(rows), -1))
 
     def _store_fp8(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """In the format of `Fp8KVPool`: scales follow the elements of a layer."""
+        """Store K and V in the format of `Fp8KVPool`: scales follow the elements of a layer."""
         pool = self.attention.pool
         block_tokens, kv_heads, dim = pool.shape[3:]
         codes = pool.view(torch.uint8)

@@ -50,7 +50,7 @@ class _Entry(NamedTuple):
     """Work of the model that must end before the copy."""
 
     arrival: Arrival | None = None
-    """For a load: receives the layers that have arrived."""
+    """Is told which layers of a load have arrived; None for an offload."""
 
 
 class CudaCopier:

@@ -149,7 +149,7 @@ Norms = tuple[RmsNorm | None, RmsNorm | None, RmsNorm | None, RmsNorm | None]
 
 
 def _layer_norms(layer: nn.Module) -> Norms | None:
-    """Before attention, after it, before the MLP, after it."""
+    """The norms of a layer: before attention, after it, before the MLP, after it."""
     names = [name for name, _ in layer.named_children() if name.endswith("layernorm")]
     found = {name: norm_of(getattr(layer, name)) for name in names}
     if any(norm is None for norm in found.values()):

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 64 << 20
 _NUM_THREADS = 8
 _REST_FACTOR = 4.0
-"""In the background, the driver is left alone for this many times the duration of a piece."""
+"""After pinning a piece in the background, the thread pauses for this many times as long as the
+piece took."""
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and later. If it is refused, pinning allocates the

@@ -79,7 +79,7 @@ class CudaRunner:
         self._max_tokens = max_batched_tokens
         self.pool = open_pool(model, num_blocks, block_tokens, shared=shared)
         self.arrivals = Arrivals(model.num_layers)
-        """For the copier: rows wait for loads that it reports here."""
+        """The copier reports loads here; rows wait for the loads that they read."""
         self._chosen = torch.zeros(self._max_rows, dtype=torch.int32, device=model.device)
         self._host = torch.zeros((_RING, self._max_rows), dtype=torch.int32, pin_memory=True)
         self._staging = Staging(4 * max_batched_tokens + (1 << 16), num_buffers=_RING)
@@ -361,8 +361,8 @@ class CudaRunner:
         return pending.take(is_alone=is_masked(batch), grace_s=_MASK_GRACE_S)
 
     def _carried_tokens(self, batch: ScheduledBatch) -> dict[int, int]:
-        """For each row with a grammar: the token before, when the previous step has sampled it.
-        The device computes this step meanwhile."""
+        """The token before the sampled one, for each row with a grammar, when the previous step
+        has sampled it. The device computes this step meanwhile."""
         wanted = [
             row
             for row, params in zip(batch.sampled.tolist(), batch.params, strict=True)

@@ -117,7 +117,7 @@ class DeviceSampler:
         )
         self._num_steps = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
-        """By the number of rows; unused rows still cost their programs."""
+        """Graphs by the number of rows; unused rows still cost their programs."""
         self._captured: Tensor | None = None
         self._compile(torch.zeros((1, vocab), dtype=dtype, device=device))
 

@@ -54,7 +54,7 @@ class SamplingTable:
         """Most listed edits, not counting the model's end tokens."""
 
         self.is_plain = np.zeros(max_entries, dtype=bool)
-        """Greedy without further parameters."""
+        """Whether each entry is greedy without further parameters."""
 
     def entries(self, params: Sequence[SamplingParams]) -> NDArray[np.int64]:
         """The entry of each of `params`, valid until the next call."""

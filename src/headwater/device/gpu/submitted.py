@@ -36,7 +36,7 @@ class SubmittedStep:
     """Scores of rows whose prompt tokens are reported with log-probabilities."""
 
     carried: dict[int, int]
-    """For each row with a grammar: the token before."""
+    """The token before the sampled one, for each row with a grammar."""
 
     def result(self) -> StepResult:
         """The result of the step; waits for it."""

@@ -23,7 +23,7 @@ from headwater.device.kernels.tiles import ChunkWork, tile_queries
 from headwater.device.kv import KVPool
 
 _SIZES = (16, 64)
-"""Tokens of a graph."""
+"""Numbers of tokens that get a graph."""
 
 _SCALARS = ("logits_at", "context", "query_start", "zero", "part_keys", "piece", "work_begin")
 _ALIGN = 16

@@ -27,7 +27,8 @@ _SHAPES = {
     64: (64, 64, 4, 4),
     128: (128, 64, 4, 8),
 }
-"""By rows of a tile: its outputs, inputs per iteration, iterations read ahead, and warps."""
+"""Tile shapes by the rows of a tile: outputs, inputs per iteration, iterations read ahead, and
+warps."""
 
 _EXACT_SHAPE = 64, 32, 2, 4
 """The same for float32."""
@@ -64,7 +65,7 @@ class ExpertWeights:
 
     @property
     def inner(self) -> int:
-        """Outputs of the gate."""
+        """Number of outputs of the gate projection."""
         return self.gate_up.shape[1] // 2
 
 

@@ -23,8 +23,8 @@ _DEEP = 8192
 _INPUTS = 128
 _TILE = 64
 _STAGES = 4
-"""From how many inputs on there are "many"; inputs per iteration; outputs of a tile; iterations
-read ahead."""
+"""Fewest inputs that count as many; inputs per iteration; outputs of a tile; iterations read
+ahead."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -24,8 +24,8 @@ FP8_SHAPES = {
     (False, True): (16, 512, 3),
     (False, False): (8, 512, 4),
 }
-"""For FP8 weights, by whether the product is gated and normalised: the fastest of 7 on an
-H200."""
+"""Tile shapes for FP8 weights, by whether the product is gated and normalised: the fastest of 7
+on an H200."""
 
 
 @triton.jit

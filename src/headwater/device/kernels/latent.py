@@ -31,10 +31,11 @@ class RotaryPairs(IntEnum):
     """Element i of the first half with element i of the second; in place."""
 
     NEIGHBOURS = 1
-    """Two neighbours; in place."""
+    """Two neighbouring elements; in place."""
 
     NEIGHBOURS_TO_HALVES = 2
-    """Two neighbours; the first of each pair goes to the first half, the second to the second."""
+    """Two neighbouring elements; the first of each pair goes to the first half, the second to
+    the second half."""
 
 
 @triton.jit
@@ -164,7 +165,8 @@ def _keys_seen(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend keys `[begin, end)`; with `CAUSAL`, each query those up to its own position."""
+    """Attend to keys `[begin, end)`; with `CAUSAL`, each query attends only to keys up to its
+    own position."""
     at = tl.arange(0, LATENT_WIDTH)
     rotated_at = tl.arange(0, ROTATED_WIDTH)
     size: tl.constexpr = LATENT + ROTATED

@@ -116,7 +116,8 @@ class Ranks:
                 raise ConfigError(f"{self._failure}")
             if frame.kind is not kind:
                 raise ConfigError(
-                    f"rank {rank.number} answered {frame.kind.name} instead of {kind.name}"
+                    f"rank {rank.number} answered {frame.kind.name} instead of {kind.name}; "
+                    f"its log may say why"
                 )
             payloads.append(frame.payload)
         return payloads

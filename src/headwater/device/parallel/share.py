@@ -16,7 +16,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """The part of rank `rank` of `size`."""
+    """The part of a model on rank `rank` of `size` ranks."""
 
     rank: int
     size: int

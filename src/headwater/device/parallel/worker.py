@@ -102,7 +102,7 @@ class RankWorker:
                 self._set_up(frame)
 
     def _set_up(self, frame: RankFrame) -> None:
-        """Messages before there is a runner, and for another model."""
+        """Handle messages that come before there is a runner, or that load another model."""
         match frame.kind:
             case RankMessage.LOAD:
                 self._load(msgspec.json.decode(frame.payload, type=LoadModel))

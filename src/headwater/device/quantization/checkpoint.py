@@ -183,7 +183,8 @@ class QuantizedCheckpoint:
             )
 
     def _check_rest(self) -> None:
-        """Everything else is a plain tensor, or belongs to an existing layer."""
+        """Raise ModelError unless every other tensor is plain or belongs to an existing
+        layer."""
         for name, tensor in self._tensors.items():
             module = name.rpartition(".")[0]
             if name.endswith(BESIDE_SUFFIXES):

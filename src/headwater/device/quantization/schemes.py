@@ -26,8 +26,8 @@ class Storage(StrEnum):
 
 
 MAIN_SUFFIXES = {".weight_packed": Storage.PACKED, ".qweight": Storage.GPTQ}
-"""By the suffix of a layer's main tensor: how the layer is stored. (AWQ's suffix is the same as
-GPTQ's.) An e4m3 `.weight` is fp8."""
+"""How a layer is stored, by the suffix of its main tensor. AWQ's suffix is the same as GPTQ's;
+an e4m3 `.weight` is fp8."""
 
 BESIDE_SUFFIXES = (
     *(".weight_scale", ".weight_scale_inv", ".weight_shape", ".weight_zero_point"),

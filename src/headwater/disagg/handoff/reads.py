@@ -74,7 +74,7 @@ class PeerReadClient:
         self._meter = LinkMeter()
         self._num_read: dict[int, int] = {}
         self._pauses: dict[str, _Pause] = {}
-        """By peer, until the next read that succeeds or the end of the connection."""
+        """Pauses by peer, until the next read that succeeds or the end of the connection."""
 
     @property
     def wake_s(self) -> float | None:

@@ -167,7 +167,7 @@ class MooncakeAcceptor:
             raise
 
     def free(self, part: memoryview) -> None:
-        """A sender has disconnected."""
+        """Take back the staging memory of a sender that has disconnected."""
         with self._lock:
             self._free.append(part)
 

@@ -60,7 +60,7 @@ class Inbound(Protocol):
         """Number of payload bytes that follow a frame on the connection."""
 
     def close(self) -> None:
-        """The connection has ended."""
+        """Release what the connection used: it has ended."""
 
 
 @runtime_checkable

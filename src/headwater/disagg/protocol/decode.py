@@ -349,7 +349,8 @@ class DecodeHandoff:
         return self._fail(reason, now, tell=False)
 
     def _decline(self, reason: Reason, now: float) -> Actions:
-        """Nothing was received: compute here, or let another instance try."""
+        """End a hand-off of which nothing was received: compute here, or let another instance
+        try."""
         self.outcome = reason
         here = LocalFallback(0, reason) if self._local_fallback else Decline(reason)
         return self._over(now, [here])

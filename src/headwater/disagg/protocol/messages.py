@@ -56,14 +56,14 @@ class Timings:
     """Where P spent the time, in seconds."""
 
     queue_s: float = 0.0
-    """From Start to admission."""
+    """Time from Start to admission."""
 
     ask_s: float = 0.0
     """Time without a Grant while blocks were ready to be sent: the part of asking that was not
     hidden by computing."""
 
     compute_s: float = 0.0
-    """From admission to the first token."""
+    """Time from admission to the first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Renew:
 
     handoff: int
     sent_s: float
-    """On P's clock. Only P reads it again."""
+    """Time on P's clock. Only P reads it again."""
 
 
 @dataclass(frozen=True, slots=True)

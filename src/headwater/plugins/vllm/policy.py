@@ -34,7 +34,8 @@ from headwater.plugins.vllm.paths import group_of, group_paths, positions
 from headwater.types import EMPTY, BlockKey, RequestId
 
 _PRESENT = np.zeros(1, dtype=np.int64)
-"""The device slots of a node whose chunk is in the tier. It has one slot; vLLM knows which."""
+"""Stands for the device slots of a node whose chunk is in the tier: one slot, whose number only
+vLLM knows."""
 
 _DEFAULT_CHUNK_TOKENS = 16
 _KEY_BYTES = 32

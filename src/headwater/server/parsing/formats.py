@@ -22,7 +22,7 @@ _OBJECT_HEAD = re.compile(
     rf'[\s\[]*\{{\s*(?:"id"\s*:\s*"(?P<id>\w+)"\s*,\s*)?"name"\s*:\s*"(?P<name>{_NAME})"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
-"""Before the arguments in `{"name": …, "arguments": …}`."""
+"""The text before the arguments in `{"name": …, "arguments": …}`."""
 
 _MISTRAL_HEAD = re.compile(
     rf"\s*(?P<name>{_NAME})(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*\{{"
@@ -224,7 +224,7 @@ def _stream_of(
 
 
 def _read_object(text: str) -> ToolCall | None:
-    """`{"name": …, "arguments": …}`."""
+    """Read a call of the form `{"name": …, "arguments": …}`."""
     try:
         return call_of(read_json(text))
     except ValueError:

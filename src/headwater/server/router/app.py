@@ -33,7 +33,7 @@ from headwater.server.router.registry import SERVING, Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """What the endpoints use."""
+    """The parts of a router that its endpoints use."""
 
     config: RouterConfig
     clock: Clock

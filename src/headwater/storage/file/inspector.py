@@ -71,7 +71,10 @@ class StorageInspector:
                 f"{path} is not a directory; give the path of a storage directory"
             )
         if not (path / "lock").exists():
-            raise ConfigError(f"{path} is not a storage directory: it has no file named 'lock'")
+            raise ConfigError(
+                f"{path} is not a storage directory: it has no file named "
+                f"'lock'; give another path"
+            )
         self._directory = SlabDirectory(path)
 
     @property
