@@ -21,3 +21,8 @@ def test_a_message_is_a_plain_sentence(error):
     """It is long enough to say what happened and what to do, in plain words."""
     assert len(error.message) >= 15
     assert not RIDDLES.search(error.message)
+
+
+def test_every_value_of_a_message_is_filled_in():
+    """Braces with a name in a plain string are shown to the user instead of the value."""
+    assert [error.message for error in collect() if re.search(r"\{\w", error.message)] == []

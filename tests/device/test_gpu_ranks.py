@@ -25,8 +25,8 @@ from tests.device.ranks import RankHarness  # noqa: E402
 __all__ = ["pytestmark"]
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "olmo2", "gemma2")
-"""In our own decoder with dense layers and with experts, with norms after attention, and in
-transformers' code."""
+"""Families in our own decoder, with dense layers, with experts and with norms after attention,
+and families in transformers' code."""
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def answers(events):
     ],
 )
 def test_a_response_continues_after_any_token(extra):
-    """The rest is as if undisturbed: half characters, stop strings, every choice,
+    """The rest is as if undisturbed, with half characters, stop strings, every choice,
     log-probabilities and usage; ended choices are not continued."""
 
     async def scenario(harness):

@@ -222,7 +222,8 @@ def max_positions(config: Mapping[str, object], rope: Mapping[str, object]) -> i
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or positions < 1:
         raise ModelError(
-            "max_position_embeddings in config.json must be a positive whole number, got {positions!r}"
+            "max_position_embeddings in config.json must be a positive whole number, got "
+            f"{positions!r}"
         )
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and isinstance(original, int):

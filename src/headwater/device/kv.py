@@ -38,8 +38,8 @@ class BlockPart(NamedTuple):
     first_head: int
     end_head: int
     is_written: bool
-    """Whether this rank writes them to lower tiers; if several ranks have the same heads, only
-    one does."""
+    """Whether this rank writes these heads to lower tiers; if several ranks have the same
+    heads, only one does."""
 
 
 def block_part(model: LoadedModel, block_tokens: int) -> BlockPart | None:

@@ -167,7 +167,8 @@ def _layer_norms(layer: nn.Module) -> Norms | None:
 
 
 def norm_of(norm: nn.Module | None) -> RmsNorm | None:
-    """The weights of a norm. Some norms multiply by their weight plus one; a test finds out."""
+    """The weights of a norm. Some norms multiply by their weight plus one; this is found by
+    trying the norm."""
     weight = getattr(norm, "weight", None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if norm is None or not isinstance(weight, Tensor) or not isinstance(epsilon, float):

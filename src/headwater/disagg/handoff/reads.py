@@ -288,5 +288,6 @@ class PeerReadServer:
 
 
 def _key(peer: str, connection: int) -> str:
-    """Names one connection to a peer: its senders are closed when it ends, and only then."""
+    """Identifies one connection to a peer. Its senders are closed when the connection ends, and
+    only then."""
     return f"{peer}#{connection}"

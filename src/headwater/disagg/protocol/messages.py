@@ -122,7 +122,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """D to P: I have no free blocks for it; give up."""
+    """D to P: I have no free blocks for the prompt; give up."""
 
     handoff: int
     reason: Reason

@@ -22,7 +22,7 @@ from headwater.disagg.protocol.errors import LinkBroken
 from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, LinkEvent
 
 Listen = Callable[[BlockMemory, Deliver], Receiver]
-"""Makes a receiver that writes blocks to that memory."""
+"""Makes a receiver that writes blocks to the given memory."""
 
 
 class StagingMemory:
