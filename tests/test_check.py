@@ -70,7 +70,8 @@ def test_check_reports_how_the_model_is_served_and_what_fits(
 def test_the_text_has_a_line_for_each_part(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Readable without knowing the JSON; exit code 0 if the model would be served."""
+    """The text is readable without knowing the JSON; the exit code is 0 if the model would be
+    served."""
     code = main(["check", str(folder), "--device", "cpu", "--swap-space", "1"])
 
     printed = capsys.readouterr().out

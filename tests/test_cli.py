@@ -261,7 +261,7 @@ def test_the_version_can_be_asked_for_either_way(capsys):
 
 
 def test_the_version_is_that_of_the_package():
-    """One number: packages are built with the version in config.py, which the program
+    """There is one number: packages are built with the version in config.py, which the program
     prints."""
     root = Path(__file__).parent.parent
     settings = tomllib.loads((root / "pyproject.toml").read_text())

@@ -31,7 +31,7 @@ def test_the_image_copies_what_there_is_and_starts_a_command_line_that_parses():
 
 
 def test_the_gpu_image_copies_what_there_is_and_serves_on_a_gpu():
-    """The same checks for the other image, which is not built here."""
+    """The same checks hold for the other image, which is not built here."""
     text = (ROOT / "deploy/Dockerfile.gpu").read_text()
     (entry,) = re.findall(r"^ENTRYPOINT (\[.+\])$", text, re.M)
     for name in " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)).split():

@@ -29,7 +29,7 @@ KEYS = {
 
 @pytest.mark.slow
 def test_json_has_the_promised_keys(capsys):
-    """One JSON object; a shared prefix hits with a cache, and not without one."""
+    """It prints one JSON object; a shared prefix hits with a cache, and not without one."""
     flags = ["--quick", "--json", "--concurrency", "2", "--workloads", "shared-prefix"]
     assert main(["bench", "serve", *flags, "--output-tokens", "4"]) == 0
 

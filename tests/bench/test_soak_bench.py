@@ -20,7 +20,7 @@ def test_a_short_soak_ends_well(capsys):
 
 @pytest.mark.slow
 def test_a_soak_of_the_built_in_model_ends_well(capsys):
-    """The same with real attention, real copies, and threads that fail: cached = uncached."""
+    """Cached equals uncached also with real attention, real copies, and threads that fail."""
     assert main(["bench", "soak", "--model", "tiny", "--minutes", "0", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)

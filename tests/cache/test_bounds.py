@@ -355,7 +355,8 @@ def test_a_match_is_not_current_after_an_eviction_to_the_host():
 
 
 def test_an_owner_is_told_after_the_cache_has_applied_the_outcome():
-    """One dispatch per outcome: the owner sees the new state, and is told each end once."""
+    """There is one dispatch per outcome: the owner sees the new state, and is told each end
+    once."""
     cache = make_on_host()
     told = []
 

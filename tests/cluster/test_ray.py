@@ -155,8 +155,8 @@ class RayCluster:
 
 
 def test_a_lost_node_fails_no_request_and_its_instances_come_back(nodes, tmp_path):
-    """Two prefill and two decode instances over three nodes; one node dies under load. Then the
-    cluster is scaled and stopped, and nothing is left."""
+    """Two prefill and two decode instances run on three nodes, and one node dies under load.
+    Then the cluster is scaled and stopped, and nothing is left."""
     cluster = RayCluster(nodes, tmp_path)
     headers = {"authorization": "Bearer " + "k" * 32}
     load = Load(cluster.members()["router"]["url"], headers)

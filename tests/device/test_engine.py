@@ -113,8 +113,8 @@ def run(
 def test_cached_chunked_and_preempted_equal_alone(
     family: Callable[[str], Path], name: str, depth: int
 ) -> None:
-    """Each request alone and uncached, compared with all at once, twice, in a pool that barely
-    holds the longest: every token is the same, greedy and seeded, with windows, caps and
+    """Each request alone and uncached is compared with all at once, twice, in a pool that
+    barely holds the longest: every token is the same, greedy and seeded, with windows, caps and
     sinks."""
     model = load(family(name))
     requests = make_workload(np.random.default_rng(depth), 9)

@@ -72,7 +72,7 @@ def test_a_mixed_batch_equals_separate_ones(
 def test_a_prefix_written_by_another_row_equals_a_computed_one(
     llama: LoadedModel, truth: tuple[list[int], list[float]]
 ) -> None:
-    """Cached = uncached: two blocks are read from slots that another sequence filled."""
+    """Cached equals uncached: two blocks are read from slots that another sequence filled."""
     driver = Driver(llama)
     first = driver.add(prompt(WHOLE), name="first")
     driver.step((first, WHOLE))

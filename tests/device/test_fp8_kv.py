@@ -170,7 +170,8 @@ def test_hand_offs_carry_latent_kv(
 
 @pytest.mark.slow
 def test_lower_tiers_give_back_what_was_stored(tmp_path: Path) -> None:
-    """From host memory and, after a restart, from files: the tokens of an uncached run."""
+    """Blocks from host memory and, after a restart, from files give the tokens of an uncached
+    run."""
     settings: dict[str, Any] = {
         "kv_cache_dtype": "fp8",
         "num_blocks_override": 16,

@@ -171,7 +171,8 @@ def test_many_jobs_both_ways_beside_the_model() -> None:
 
 
 def test_neighbours_are_one_copy_within_a_piece() -> None:
-    """Adjacent on both sides; a run ends where either does, or where another piece begins."""
+    """Slots are adjacent on both sides; a run ends where either side does, or where another
+    piece begins."""
     host, device = np.array([3, 4, 5, 6, 9, 8]), np.array([0, 1, 2, 7, 8, 9])
 
     starts, counts = runs(host, device, host // 5)
@@ -181,7 +182,7 @@ def test_neighbours_are_one_copy_within_a_piece() -> None:
 
 
 def test_copies_begin_before_the_slab_is_pinned() -> None:
-    """A slab of several pieces: the last slot is needed first and is pinned at once."""
+    """In a slab of several pieces, the last slot is needed first and is pinned at once."""
     harness = GpuCopierHarness(host_slots=1024)
     harness.pool.data.normal_()
 

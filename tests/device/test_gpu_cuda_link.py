@@ -72,7 +72,7 @@ def test_blocks_arrive_from_another_process_byte_for_byte(start: Start) -> None:
 def test_a_sender_killed_during_copies_leaves_right_blocks_and_frees_its_memory(
     start: Start,
 ) -> None:
-    """kill -9: its memory stays mapped until the connection is closed (lessons 53, 54)."""
+    """After kill -9 its memory stays mapped until the connection is closed (lessons 53, 54)."""
     pool, log = make_pool(), EventLog()
     receiver = Links(CONFIG, CudaBlocks(pool), log).listen("cuda")
     num_leases = 2000

@@ -175,8 +175,9 @@ def test_decodes(
 def test_decodes_of_whole_tiles(
     shape: tuple[int, int, int, int], variant_name: str, num_rows: int
 ) -> None:
-    """Heads alone and together, few rows and many, every layer again with the same counters;
-    NaN after a row's context, left by an earlier owner of the block, changes nothing."""
+    """Results are right with heads alone and together, with few rows and many, and in every
+    layer with the same counters. NaN after a row's context, left by an earlier owner of the
+    block, changes nothing."""
     pool = Pool(shape, HALF)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     random = np.random.default_rng()
@@ -263,8 +264,8 @@ def test_chunks(
     dtype: torch.dtype,
     chunks: tuple[list[int], list[int]],
 ) -> None:
-    """Chunks with and without a prefix, of one token and of many, in one batch; and few queries
-    over long contexts, whose keys are cut into parts."""
+    """Results are right for chunks with and without a prefix, of one token and of many, in one
+    batch; and for few queries over long contexts, whose keys are cut into parts."""
     pool = Pool(shape, dtype)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     tables = pool.tables(chunks[1])
@@ -277,9 +278,9 @@ def test_chunks(
     [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128), (4, 1, 128, 192), (18, 6, 64, 64)],
 )
 def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """The Hopper kernel for many tiles: all heads at a time, some, or one KV head after
-    another; up to four items per program; and every position where a tile of keys, a page of
-    the pool or a row may end."""
+    """The Hopper kernel for many tiles is right with all heads at a time, some, or one KV head
+    after another; with up to four items per program; and at every position where a tile of
+    keys, a page of the pool or a row may end."""
     pool = Pool(shape, dtype)
     if not has_hopper_kernel(pool.data):
         pytest.skip("for Hopper, and a version of Triton it is known to work with")
@@ -294,7 +295,8 @@ def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_rotary_kernel_stores_the_rotated_keys(normed: bool) -> None:
-    """Q and K in place, K and V in the pool and nowhere else; slot -1 is not stored."""
+    """Q and K are rotated in place, K and V are in the pool and nowhere else; slot -1 is not
+    stored."""
     heads, kv_heads, dim, block = 4, 2, 32, 8
     packed = torch.randn(5, (heads + 2 * kv_heads) * dim, device=DEVICE)
     positions, slots = ints([0, 5, 8, 17, 3]), ints([3, 2, 7, -1, 9])
@@ -323,7 +325,8 @@ def test_the_rotary_kernel_stores_the_rotated_keys(normed: bool) -> None:
 
 
 def test_rows_of_activations() -> None:
-    """Embedding with carried tokens, norm and gate, at sizes that are not powers of two."""
+    """Embedding with carried tokens, norm and gate are right at sizes that are not powers of
+    two."""
     table = torch.randn(30, 48, device=DEVICE)
     tokens, carry, chosen = ints([3, 0, 5]), ints([-1, 1, -1]), ints([9, 7])
     assert torch.equal(rows.embed(tokens, carry, chosen, table), table[[3, 7, 5]])

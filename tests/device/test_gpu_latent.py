@@ -75,7 +75,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def test_decodes_in_one_piece_and_in_many(
     shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
-    """Rows of all lengths; unused rows are not changed."""
+    """Rows of all lengths are right; unused rows are not changed."""
     rows = Rows(shape, [1, 700, 33, 192, 3000], dtype)
     num_rows = len(rows.contexts) + 2
     pieces = split_contexts(np.array(rows.contexts, dtype=np.int64), num_rows, 1)
@@ -143,7 +143,7 @@ def test_chunks_whole_and_in_parts(
 
 @pytest.mark.parametrize("pairs", list(RotaryPairs))
 def test_latents_are_normed_rotated_and_stored(pairs: RotaryPairs) -> None:
-    """In each order of rotated elements; a token without a slot is not stored."""
+    """This holds for each order of rotated elements; a token without a slot is not stored."""
     heads, latent, rotated, block_tokens = SHAPES[1]
     size, half = latent + rotated, rotated // 2
     tokens = 7

@@ -65,7 +65,8 @@ def _alone(folder: Path) -> list[list[int]]:
 def test_collectives_in_captured_graphs_change_no_token(
     name: str, family: Callable[[str], Path], one_rank: RankGroup
 ) -> None:
-    """One rank with NCCL: every sum and join is called, also in graphs, and changes nothing."""
+    """On one rank with NCCL every sum and join is called, also in graphs, and changes
+    nothing."""
 
     def connected(model: Any, **sizes: Any) -> CudaRunner:
         runner = CudaRunner(model, **sizes)
@@ -85,7 +86,7 @@ def test_collectives_in_captured_graphs_change_no_token(
 def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """Over gloo, in float32, without graphs: the parts are right."""
+    """Over gloo, in float32 and without graphs, the parts are right."""
     model = two_ranks.load(family(name), dtype="float32")
 
     split = _tokens(Driver(model, block_tokens=16, runner_class=partial(two_ranks.runner)))

@@ -87,8 +87,8 @@ def test_chunks_prefixes_and_neighbours_change_nothing(
 def test_short_chunks_run_as_decode_rows_and_change_nothing(
     name: str, family: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cached = uncached and chunked = whole when every token of a chunk is a row of a graph:
-    alone, beside decodes, unfinished, and with the next step carried from it."""
+    """Cached equals uncached and chunked equals whole when every token of a chunk is a row of a
+    graph: alone, beside decodes, unfinished, and with the next step carried from it."""
     reference, model = Reference(family(name)), load(family(name), device="cuda")
     driver = make_driver(model, block_tokens=16, num_blocks=512, max_num_seqs=128)
     monkeypatch.setattr(driver.runner, "_run_packed", None)

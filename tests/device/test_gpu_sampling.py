@@ -98,7 +98,8 @@ def random_params(random: np.random.Generator, vocab: int) -> SamplingParams:
 @pytest.mark.parametrize("vocab", [40, 1000, 32_000, 128_256])
 @pytest.mark.parametrize("scale", [0.3, 4.0])
 def test_tokens_equal_the_cpu_sampler(vocab: int, scale: float) -> None:
-    """Any mixture of settings in one batch: the same logits and seeds give the same tokens."""
+    """With any mixture of settings in one batch, the same logits and seeds give the same
+    tokens."""
     random = np.random.default_rng(vocab)
     logits = torch.randn(96, vocab, generator=torch.Generator().manual_seed(vocab)) * scale
     params = [random_params(random, vocab) for _ in range(96)]

@@ -11,7 +11,7 @@ contexts_of = st.lists(st.integers(1, 40_000), min_size=1, max_size=70)
 
 @given(contexts_of, st.integers(0, 20))
 def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
-    """In order, without gap or overlap; unused rows have none."""
+    """Pieces are in order, without gap or overlap; unused rows have none."""
     size = len(contexts) + absent
     found = split_contexts(np.array(contexts), size, 8)
 

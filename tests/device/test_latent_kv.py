@@ -49,7 +49,7 @@ def test_a_token_takes_what_the_architecture_promises(model: LoadedModel) -> Non
 
 @pytest.mark.parametrize("has_fp8_kv", [False, True])
 def test_stored_latents_are_read_back_as_written(model: LoadedModel, has_fp8_kv: bool) -> None:
-    """By layer and as a whole; other slots stay as they were."""
+    """They are read by layer and as a whole; other slots stay as they were."""
     pool = open_pool(replace(model, has_fp8_kv=has_fp8_kv), num_blocks=6, block_tokens=4)
     latents = torch.randn(5, 1, model.head_dim)
     rows = pool.rows_of(np.array([5, 5, 2, 2, 0]), np.array([0, 3, 1, 2, 0]))
@@ -87,7 +87,8 @@ def test_chunked_and_cached_equal_generate(
 
 @pytest.mark.slow
 def test_lower_tiers_and_preemption_change_no_token(folder: Path, tmp_path: Path) -> None:
-    """From host memory and, after a restart, from files: the tokens of an uncached run."""
+    """Blocks from host memory and, after a restart, from files give the tokens of an uncached
+    run."""
     settings: dict[str, Any] = {
         "model": str(folder),
         "num_blocks_override": 16,

@@ -82,7 +82,7 @@ def test_more_blocks_than_memory_get_a_message(llama: LoadedModel) -> None:
     [("banana", "cannot be used"), ("cuda:99", "cannot be used"), ("meta", "is not supported")],
 )
 def test_a_device_that_does_not_exist_gets_a_message(device: str, why: str) -> None:
-    """Known before a model is read; the message names the device (lesson 61)."""
+    """The error comes before a model is read; the message names the device (lesson 61)."""
     with pytest.raises(ConfigError, match=f"device '{device}' {why}"):
         load("/no/such/model", device=device)
 

@@ -68,7 +68,8 @@ def test_scattered_rows_agree(compiled: native.NativeOps, strided: bool) -> None
 
 @pytest.mark.parametrize("dim", [8, 64, 128, 256, 320])
 def test_attention_over_buffers_equals_torch(compiled: native.NativeOps, dim: int) -> None:
-    """Every size, in buffers of different lengths within longer ones; nothing is left unset."""
+    """This holds for every size, in buffers of different lengths within longer ones; nothing is
+    left unset."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     query, keys, values = made(6, 3, dim), made(6, 9, dim, seed=1), made(6, 9, dim, seed=2)
 
@@ -83,7 +84,7 @@ def test_attention_over_buffers_equals_torch(compiled: native.NativeOps, dim: in
 
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: float) -> None:
-    """For any distance between scores; missing tokens have no weight."""
+    """This holds for any distance between scores; missing tokens have no weight."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     shared, own = made(2, 9, 33) * spread, made(6, 3, 7, seed=1) * spread
     mask = spans.mask(torch.float32)

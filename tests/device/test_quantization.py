@@ -121,7 +121,7 @@ Q = "model.layers.0.self_attn.q_proj"
 def test_tensors_that_do_not_fit_are_named(
     name: str, change: dict[str, Any], why: str, written: Any
 ) -> None:
-    """Missing scales, wrong shapes and types: refused before anything is served."""
+    """Missing scales, wrong shapes and wrong types are refused before anything is served."""
     folder, _ = written(name)
     tensors = load_file(folder / "model.safetensors")
     for part, value in change.items():
@@ -170,7 +170,7 @@ def test_tensors_that_do_not_fit_are_named(
 def test_schemes_that_are_not_served_are_refused_by_name(
     config: dict[str, Any], why: str
 ) -> None:
-    """From the configuration alone, before a weight is read."""
+    """The configuration alone decides, before a weight is read."""
     whole = {"model_type": "llama", "quantization_config": config}
 
     def refuse() -> None:
@@ -182,7 +182,7 @@ def test_schemes_that_are_not_served_are_refused_by_name(
 
 
 def test_a_config_that_does_not_cover_a_layer_names_it(written: Any) -> None:
-    """A group whose targets leave out a layer that is stored quantised."""
+    """The targets of a group leave out a layer that is stored quantised."""
     folder, _ = written("ct-int4")
     config = json.loads((folder / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"]

@@ -95,7 +95,7 @@ def _drawn(values: list[float], params: SamplingParams, position: int) -> set[in
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(1, 5), st.integers(0, 1000))
 def test_the_batch_chooses_what_each_row_would(data: Any, num_rows: int, seed: int) -> None:
-    """Any mixture of settings in one batch; rows do not affect each other."""
+    """A batch may have any mixture of settings; rows do not affect each other."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, VOCAB, generator=random) * 3
     params = [data.draw(PARAMS) for _ in range(num_rows)]
@@ -221,8 +221,8 @@ def test_plain_rows_that_are_not_numbers_are_chosen_from_too() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_every_token_is_forbidden_the_model_decides(temperature: float) -> None:
-    """`min_tokens` with every token as a stop id: the most likely one, which does not stop
-    yet."""
+    """With `min_tokens` and every token as a stop id, the most likely token is chosen, which
+    does not stop yet."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 17] = 1.0
 
@@ -247,7 +247,8 @@ def test_where_every_token_is_forbidden_the_model_decides(temperature: float) ->
     ],
 )
 def test_the_bounds_of_each_parameter_choose_a_token(asked: dict[str, Any]) -> None:
-    """For every value that `SamplingParams` accepts, with logits near the largest float."""
+    """This holds for every value that `SamplingParams` accepts, with logits near the largest
+    float."""
     for scale in (1.0, 1e37):
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
 

@@ -80,7 +80,7 @@ def test_slots_reused_after_a_deadline_are_not_received(harness):
 
 
 def test_slots_reused_after_close_are_not_received(harness):
-    """The same after `close`; the lease is closed only after the copy (lesson 50)."""
+    """The same holds after `close`; the lease is closed only after the copy (lesson 50)."""
     harness.receiver.open(1, [3])
     hold_copies(harness)
     sender = harness.sender()

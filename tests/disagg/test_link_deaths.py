@@ -61,8 +61,8 @@ def line_of(process: subprocess.Popen[str], begins: str) -> str:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_sender_killed_in_the_middle_leaves_an_exact_byte_count(link, start):
-    """kill -9 during a push: received blocks are complete, the others are missing (lessons 53,
-    54)."""
+    """After kill -9 during a push, received blocks are complete and the others are missing
+    (lessons 53, 54)."""
     target, log = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES), EventLog()
     given = engine("receiver") if link == "mooncake" else None
     receiver = Links(far.CONFIG, target, log, engine=given).listen(link)
@@ -113,7 +113,8 @@ def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
 
 @pytest.mark.parametrize("link", ["auto", "tcp", "shm", "cuda"])
 def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start):
-    """SIGSTOP: no wait is longer than its deadline, and the link works again afterwards."""
+    """After SIGSTOP no wait is longer than its deadline, and the link works again
+    afterwards."""
     log, clock = EventLog(), SystemClock()
     receiver = start("receive", link)
     address = line_of(receiver, link)

@@ -235,7 +235,7 @@ def test_slots_reused_after_a_deadline_are_not_received(harness, held):
 
 
 def test_slots_reused_after_close_are_not_received(harness, held):
-    """The same after `close`."""
+    """The same holds after `close`."""
     harness.receiver.open(1, [3])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0]))

@@ -23,8 +23,8 @@ def token(monkeypatch):
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 @pytest.mark.parametrize("link", ["tcp", "shm", "mooncake"])
 def test_disaggregated_equals_local_on_the_tiny_model(link, staged, monkeypatch):
-    """Random conversations, several at a time; D alone computes the same without a cache. Also
-    with staging buffers, as on a GPU."""
+    """Random conversations run several at a time; D alone computes the same without a cache.
+    This holds also with staging buffers, as on a GPU."""
     if link == "mooncake":
         pytest.importorskip("mooncake")
     if staged:

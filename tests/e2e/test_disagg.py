@@ -183,7 +183,7 @@ def test_a_missing_instance_is_a_typed_refusal_or_a_local_prefill(cluster):
 
 @pytest.mark.parametrize("step", [nightly("accepted"), "ask", nightly("grant"), "first"])
 def test_a_killed_p_costs_time_and_nothing_else(cluster, step):
-    """kill -9 at each message: D's client gets its tokens, and D's slots are returned."""
+    """After kill -9 at each message, D's client gets its tokens, and D's slots are returned."""
     prompt = cluster.prompt()
     with closing(cluster.proxy(step)) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address, fallback="local")
@@ -198,7 +198,7 @@ def test_a_killed_p_costs_time_and_nothing_else(cluster, step):
 
 @pytest.mark.parametrize("step", [nightly("ask"), "grant", nightly("done")])
 def test_a_killed_d_leaves_nothing_on_p(cluster, step):
-    """kill -9 at each message: P ends its part, frees it, and serves the next request."""
+    """After kill -9 at each message, P ends its part, frees it, and serves the next request."""
     prompt = cluster.prompt()
     with closing(cluster.proxy(step)) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address)
@@ -213,8 +213,8 @@ def test_a_killed_d_leaves_nothing_on_p(cluster, step):
 
 
 def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
-    """SIGSTOP: the lease expires and D computes; when P continues, it is told that the hand-off
-    is over."""
+    """After SIGSTOP the lease expires and D computes; when P continues, it is told that the
+    hand-off is over."""
     prompt = cluster.prompt()
     with closing(cluster.proxy("grant")) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address)

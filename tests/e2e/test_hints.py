@@ -28,8 +28,8 @@ def test_a_session_is_known_from_its_request_until_it_is_closed(server):
 
 
 def test_a_server_learns_from_shipped_weights_on_and_brings_up_what_is_expected():
-    """--eviction session with a host tier: an expected session that was evicted from the device
-    is back there before its next turn."""
+    """With --eviction session and a host tier, an expected session that was evicted from the
+    device is back there before its next turn."""
     flags = ("--eviction", "session", "--swap-space", "0.05", "--write-policy", "write_through")
     server = LiveServer(*flags, "--max-model-len", "1024", blocks=16).wait_ready()
     hint = {"session_id": "s", "cache_hint": {"returns_in_s": 4}}

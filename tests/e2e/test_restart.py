@@ -79,8 +79,8 @@ def shared_memory():
 
 
 def test_a_killed_engine_leaves_its_host_tier_to_the_next():
-    """Killed while it serves: at least 0.95 of the host blocks are found again, prompts give
-    the same tokens, and nothing is left when the supervisor is killed too."""
+    """An engine is killed while it serves: at least 0.95 of the host blocks are found again,
+    prompts give the same tokens, and nothing is left when the supervisor is killed too."""
     before = shared_memory()
     server = LiveServer(*FLAGS, "--api-workers", "2", blocks=160).wait_ready()
     truth = [ask(server, number)[0] for number in range(NUM_PROMPTS)]

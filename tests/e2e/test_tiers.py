@@ -145,7 +145,8 @@ def num_wake_ups(pid: int) -> int:
 
 
 def test_a_restarted_server_hits_on_its_first_request(tmp_path):
-    """The same directory, another process: the first request finds what the last one wrote."""
+    """Another process on the same directory finds with its first request what the last one
+    wrote."""
     flags = (
         *("--swap-space", "0.25", "--write-policy", "write_through"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),

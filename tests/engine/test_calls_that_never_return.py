@@ -62,7 +62,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 def serve_many(engine: EchoTiers, salt: str) -> None:
-    """More requests than it takes to open a breaker."""
+    """Serve more requests than it takes to open a breaker."""
     for number in range(NUM_PROMPTS):
         serve(engine, salt, f"{salt} {number}", prompt_of(number))
         engine.core.drain(2 * SHORT_S)
@@ -269,7 +269,7 @@ def stop_growth(folder: Path) -> Callable[[], None]:
 def test_a_file_system_that_stops_answering(
     tmp_path: Path, stop: Callable[[Path], Callable[[], None]]
 ) -> None:
-    """Real calls that block in the kernel: requests continue without storage."""
+    """Real calls block in the kernel, and requests continue without storage."""
     bench = make_file_bench(tmp_path)
     backend = bench.open()
     engine = bench.engine(backend, timeout_s=SHORT_S, breaker=BREAKER)
@@ -288,7 +288,8 @@ def test_a_file_system_that_stops_answering(
 
 @pytest.mark.parametrize("call", list(LINKS))
 def test_a_stopped_redis_server(tmp_path: Path, call: str) -> None:
-    """SIGSTOP before the first call of each kind: connections stay open and nothing answers."""
+    """The server gets SIGSTOP before the first call of each kind: connections stay open and
+    nothing answers."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend = bench.open()

@@ -64,7 +64,7 @@ def test_without_work_a_step_does_nothing() -> None:
 
 
 def test_an_abort_is_reported_in_the_next_step() -> None:
-    """Also when nothing runs: has_work stays true until the abort is reported."""
+    """This holds also when nothing runs: has_work stays true until the abort is reported."""
     harness = Harness()
     request = make_request("a", make_prompt(5))
     harness.add(request)

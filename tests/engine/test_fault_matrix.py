@@ -60,7 +60,7 @@ def backend(bench: Bench) -> Iterator[StorageBackend]:
 
 
 def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBackend) -> None:
-    """The control cell: the next engine loads what one engine wrote."""
+    """In the control cell, the next engine loads what one engine wrote."""
     stored(bench, backend, "control")
     engine = bench.engine(backend, timeout_s=STUCK_S)
 
@@ -204,7 +204,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_full_server(tmp_path: Path) -> None:
-    """Lessons 24, 43: the same with a Redis server that may not evict and has no memory left."""
+    """Lessons 24, 43: the same holds with a Redis server that may not evict and has no memory
+    left."""
     server = RedisServer(tmp_path, "--maxmemory", "100kb", "--maxmemory-policy", "noeviction")
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend = bench.open()

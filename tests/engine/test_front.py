@@ -356,7 +356,7 @@ def test_a_device_that_hangs_is_declared_dead_and_clients_are_told():
 
 
 def test_each_worker_gets_its_own_outputs_and_the_limit_is_for_all_of_them():
-    """Two clients of one engine: equal ids do not mix, and the limit applies to both
+    """For two clients of one engine, equal ids do not mix, and the limit applies to both
     together."""
 
     async def scenario():

@@ -143,8 +143,8 @@ def test_a_late_executor_writes_only_to_quarantined_slots(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
-    """Lesson 58: with the chunk in flight or collected; the copy ends, and other requests find
-    its blocks."""
+    """Lesson 58: this holds with the chunk in flight or collected; the copy ends, and other
+    requests find its blocks."""
     harness = make_harness(depth)
     plan = begin(harness)
     harness.steps(num_steps)
@@ -181,8 +181,8 @@ def test_a_reset_discards_a_load_in_flight(depth: int) -> None:
 
 @DEPTHS
 def test_other_requests_wait_for_the_same_load_or_run_meanwhile(depth: int) -> None:
-    """Lesson 26: one copy: later requests for the same prefix wait for it, other requests do
-    not."""
+    """Lesson 26: there is one copy; later requests for the same prefix wait for it, other
+    requests do not."""
     harness = make_harness(depth)
     plan = begin(harness)
     same = make_request("same", PROMPT[:33], max_tokens=2)

@@ -150,7 +150,8 @@ def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypat
 def test_a_request_whose_mask_cannot_be_made_fails_with_the_reason(
     workers, grammar, output, words
 ):
-    """A wrong grammar, and output that does not fit its grammar; other rows continue."""
+    """This holds for a wrong grammar, and for output that does not fit its grammar; other rows
+    continue."""
     found = take(workers, row(0, grammar, output), row(1, DIGITS, ""), until=2)
     assert words in found.failed[0]
     assert found.rows == [1]

@@ -156,8 +156,8 @@ def check_whole(workload: RandomWorkload) -> None:
 @search(examples=150)
 @given(workload=workloads(faults=False))
 def test_tiers_change_no_token(workload: RandomWorkload) -> None:
-    """Cached = uncached and preempted = undisturbed with lower tiers on: every write policy,
-    every load policy, both depths, pools that barely hold one request."""
+    """With lower tiers, cached equals uncached and preempted equals undisturbed, for every
+    write policy, every load policy, both depths, and pools that barely hold one request."""
     workload.run()
 
     check_whole(workload)

@@ -40,7 +40,7 @@ def begin_write(harness: Harness) -> Task:
 
 
 def reset(harness: Harness, *tiers: str) -> list[ResetReport]:
-    """The report, when it has arrived."""
+    """Reset these tiers and return the report when it has arrived."""
     reports: list[ResetReport] = []
     harness.core.reset_cache(tiers, reports.append)
     return reports

@@ -81,8 +81,8 @@ def test_preemption_saves_and_resumes_from_the_host() -> None:
 
 
 def test_preemption_saves_to_storage_too() -> None:
-    """Lesson 29: prompt and output of a victim, whatever the write policy: another engine finds
-    more there than the prompts. With saving turned off, nothing is written."""
+    """Lesson 29: prompt and output of a victim are saved, whatever the write policy: another
+    engine finds more there than the prompts. With saving turned off, nothing is written."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]

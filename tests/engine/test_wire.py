@@ -223,7 +223,7 @@ def test_errors_are_rebuilt_by_name_from_our_tree_only():
 
 
 def test_nothing_in_the_package_imports_pickle():
-    """Lesson 66: no pickle on any socket; the package does not import it at all."""
+    """Lesson 66: no socket carries pickled data; the package does not import pickle at all."""
     folder = Path(headwater.__file__).parent
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
     for path in folder.rglob("*.py"):

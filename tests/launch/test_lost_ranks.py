@@ -47,8 +47,9 @@ def test_four_ranks_share_two_kv_heads_and_a_store(
 def test_a_rank_may_be_lost_in_every_phase_of_a_step(
     phase: str, number: int, open_engine: Open
 ) -> None:
-    """Idle, after receiving a step, copying, after a step: the engine ends with an error or, if
-    the rank hangs, the watchdog reports it; no call waits for ever."""
+    """A rank is lost while idle, after receiving a step, while copying, or after a step: the
+    engine ends with an error or, if the rank hangs, the watchdog reports it; no call waits for
+    ever."""
     engine = open_engine(tensor_parallel_size=2)
     core, (child,) = engine.core, rank_pids(engine)
     runner: Any = core._runner

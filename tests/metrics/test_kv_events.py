@@ -250,7 +250,7 @@ def test_the_queue_of_a_slow_publisher_thread_is_bounded():
 
 
 def test_a_long_batch_gives_the_tokens_of_a_short_one():
-    """Events of bounded size, with chained parents: a reader ends with the same blocks and
+    """Events have a bounded size and chained parents; a reader ends with the same blocks and
     tokens."""
     keys = [BlockKey(hashlib.sha256(bytes([n % 256, n // 256])).digest()) for n in range(1000)]
     tokens = np.arange(1000 * BLOCK, dtype="<i4").tobytes()

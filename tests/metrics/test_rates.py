@@ -97,7 +97,7 @@ def test_another_server_has_no_rates():
 
 
 def test_quantiles_of_nothing_and_of_what_is_above_every_bound():
-    """None if nothing was observed; the last bound for larger values."""
+    """The result is None if nothing was observed, and the last bound for larger values."""
     nothing = {"bounds": [0.1, 1.0], "counts": [0, 0, 0]}
 
     assert quantiles(nothing, nothing) is None

@@ -40,9 +40,9 @@ def test_one_copy_takes_latency_and_bytes_over_bandwidth():
 
 
 def test_two_copies_share_the_bandwidth():
-    """By hand: the first has 50 B left when the second comes, then each gets 50 B/s. The first
-    ends after another second, at 1.5 s; the second then has 50 B left and ends alone at 2.0
-    s."""
+    """Calculated by hand, the first has 50 B left when the second comes, then each gets 50 B/s.
+    The first ends after another second, at 1.5 s; the second then has 50 B left and ends alone
+    at 2.0 s."""
     ends, link = run_link(LinkCost(bytes_s=100), [(0.0, 100), (0.5, 100)])
 
     assert ends == [(1.5, 1.5), (2.0, 1.5)]
@@ -50,8 +50,8 @@ def test_two_copies_share_the_bandwidth():
 
 
 def test_three_copies_of_different_sizes():
-    """By hand at 90 B/s: 30, 60 and 90 B together get 30 B/s each; the first ends at 1 s, then
-    two get 45 B/s: the second ends at 1 + 30/45 s; the last 30 B alone take 1/3 s."""
+    """Calculated by hand at 90 B/s, 30, 60 and 90 B together get 30 B/s each; the first ends at
+    1 s, then two get 45 B/s: the second ends at 1 + 30/45 s; the last 30 B alone take 1/3 s."""
     ends, _ = run_link(LinkCost(bytes_s=90), [(0.0, 30), (0.0, 60), (0.0, 90)])
 
     assert [end for end, _ in ends] == pytest.approx([1.0, 5 / 3, 2.0])

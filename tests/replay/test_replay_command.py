@@ -155,7 +155,8 @@ def test_speed_moves_arrivals_and_nothing_else():
 
 
 def test_scale_keeps_sessions_whole_and_adds_copies_that_share_nothing():
-    """Half: some sessions with all their requests. Twice: as many again, with other blocks."""
+    """Half keeps some sessions with all their requests. Twice adds as many again, with other
+    blocks."""
     sessions = {
         n: [make_request([n, 100 + n], at_s=float(n + k)) for k in (0, 50)] for n in range(40)
     }
@@ -218,8 +219,9 @@ def test_calibration_takes_what_a_result_has(tmp_path):
 
 
 def test_calibration_takes_the_result_of_a_gpu(tmp_path):
-    """By hand: steps of 5 ms and 40 µs per row, of which 1,024 tokens of KV at 4,096 GB/s are
-    32.8 µs; prompts of 20 µs per token; copies at 50 GB/s that stretch steps by 2 %."""
+    """Calculated by hand, there are steps of 5 ms and 40 µs per row, of which 1,024 tokens of
+    KV at 4,096 GB/s are 32.8 µs; prompts of 20 µs per token; copies at 50 GB/s that stretch
+    steps by 2 %."""
     machine = preset("h200-8b")
     launch_s = machine.step.launch_s
     result = {

@@ -201,7 +201,7 @@ def test_a_busy_router_spreads_requests():
 
 
 def test_a_router_that_knows_caches_finds_more():
-    """With the real policies: conversations stay where their blocks are, and the load is
+    """With the real policies, conversations stay where their blocks are, and the load is
     balanced."""
     requests = make_small_trace(150, every_s=0.1)
     hits = {
@@ -213,8 +213,8 @@ def test_a_router_that_knows_caches_finds_more():
 
 
 def test_prefill_and_decode_find_what_one_instance_finds():
-    """Lesson 48: the same prompts through the real protocol; nothing fails, and blocks that the
-    decode instance has are not sent again."""
+    """Lesson 48: the same prompts go through the real protocol; nothing fails, and blocks that
+    the decode instance has are not sent again."""
     requests = [
         replace(request, arrival_s=10.0 * number)
         for number, request in enumerate(make_small_trace(60))

@@ -114,8 +114,9 @@ def test_a_router_killed_while_a_stream_goes_through_it(cluster, prompt, num_eve
 
 
 def test_a_returned_request_continues_on_another_instance(cluster, prompt):
-    """Lesson 55: preempted, without room for three terms, and given back to the router: another
-    instance continues after its last token, and the client sees one stream."""
+    """Lesson 55: a request that was preempted, had no room for three terms and was given back
+    to the router continues on another instance after its last token; the client sees one
+    stream."""
     prompt = prompt[:160]
     home = cluster.home(cluster.ask(prompt=prompt, max_tokens=1).headers[NAME])
     other = next(server for server in cluster.decoding if server is not home)

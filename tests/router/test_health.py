@@ -141,7 +141,8 @@ def test_a_restarted_instance_counts_as_a_new_one():
 
 
 def test_instances_that_are_lost_and_return_are_logged(caplog):
-    """One line when it registers, one when it is lost, one when it is back."""
+    """There is one line when an instance registers, one when it is lost, and one when it is
+    back."""
     caplog.set_level("INFO", logger="headwater.server.router")
     clock = VirtualClock()
     config = RouterConfig(peer_token="t" * 32)

@@ -185,7 +185,7 @@ def test_an_instance_killed_while_idle_is_not_noticed(cluster):
 
 
 def test_instances_are_upgraded_one_after_the_other_under_load(cluster, second, tmp_path):
-    """A rolling upgrade to other weights: no request fails, new ones move with the instances,
+    """In a rolling upgrade to other weights no request fails, new ones move with the instances,
     and a stream that began on old weights ends on them. The new instances use a second
     router."""
     router, *servers = cluster
@@ -223,8 +223,8 @@ def test_instances_are_upgraded_one_after_the_other_under_load(cluster, second, 
 
 
 def test_a_router_can_be_killed_and_clients_go_on_at_the_other(cluster, second):
-    """Two routers: one gets kill -9 in the middle of a stream; the same request is answered by
-    the other one, from the cache that both know."""
+    """One of two routers gets kill -9 in the middle of a stream; the same request is answered
+    by the other one, from the cache that both know."""
     router, *servers = cluster
     for entry in (router, second):
         entry.until_exact(*servers)

@@ -26,8 +26,8 @@ def check_the_page_of_a_prefill_instance(browser, server):
 
 
 def test_instances_come_and_go_on_the_page(monkeypatch):
-    """A prefill and a decode instance with rates and a hand-off between them. An instance that
-    stops disappears; one that is killed is shown as lost."""
+    """The page shows a prefill and a decode instance with rates and a hand-off between them. An
+    instance that stops disappears; one that is killed is shown as lost."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", "between-us")
     with chromium() as browser:
         router = LiveRouter()

@@ -65,8 +65,7 @@ def text(answer):
 
 
 def test_a_long_prompt_is_prefilled_apart_and_a_short_rest_is_not(pairs):
-    """Conditional disaggregation: P and D both publish the prompt; D serves the next turn
-    alone."""
+    """P and D both publish a long prompt; D serves the short next turn alone."""
     prompt = LONG * 20
     first = pairs.ask(prompt)
     known = pairs.known()

@@ -93,8 +93,8 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
 
 
 def test_retries_are_a_share_of_requests():
-    """Lesson 56: a few at once, then one for every five requests; unused ones do not
-    accumulate."""
+    """Lesson 56: a few are allowed at once, then one for every five requests; unused ones do
+    not accumulate."""
     budget = RetryBudget(0.2)
 
     assert [budget.withdraw() for _ in range(12)] == [True] * 10 + [False] * 2
@@ -114,8 +114,8 @@ def test_unknown_policies_are_refused():
 
 @pytest.mark.slow
 def test_cache_aware_finds_what_one_pool_would():
-    """Lesson 70: simulated: the hits of one shared pool with even load, which affinity alone
-    does not reach. Two routers reach the same."""
+    """Lesson 70: in a simulation it has the hits of one shared pool with even load, which
+    affinity alone does not reach. Two routers reach the same."""
     result = measure_router(None, quick=True)
     router = result["router"]
 

@@ -41,8 +41,8 @@ def test_retries_have_a_budget():
 
 
 def test_an_outage_is_not_answered_with_more_load():
-    """Lesson 56: ten retries at once and one for every five requests, however many instances
-    exist; all other requests fail at once."""
+    """Lesson 56: there are ten retries at once and one for every five requests, however many
+    instances exist; all other requests fail at once."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(3)]

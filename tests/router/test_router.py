@@ -44,7 +44,7 @@ def test_an_answer_is_the_instances_own():
 
 
 def test_the_models_of_all_groups_are_listed():
-    """Two models behind one router: both are listed, each can be asked for by name, and a
+    """With two models behind one router, both are listed, each can be asked for by name, and a
     request gets the one that it names."""
 
     async def scenario(harness):
@@ -247,8 +247,8 @@ def test_without_events_load_decides():
 
 
 def test_requests_without_the_token_are_limited():
-    """Lesson 66 and 68: no registration without the token; malformed and too large requests are
-    4xx; internal headers of clients are not forwarded."""
+    """Lessons 66 and 68: a registration without the token is refused; malformed and too large
+    requests are 4xx; internal headers of clients are not forwarded."""
 
     async def scenario(harness):
         one = harness.add()

@@ -59,7 +59,7 @@ def test_a_token_depends_on_all_that_was_written_before() -> None:
 
 
 def test_an_overwritten_block_changes_the_token() -> None:
-    """As when a block is given to another sequence too early."""
+    """This happens when a block is given to another sequence too early."""
     runner = make_runner()
     run(runner, make_batch([1, 2, 3, 4, 5]))
     run(runner, make_batch([7, 8], step=1, table=(0,), name="b"))
@@ -97,7 +97,8 @@ def test_a_carried_token_is_the_one_that_was_chosen() -> None:
     ],
 )
 def test_an_invalid_batch_is_refused(batch: ScheduledBatch, complaint: str) -> None:
-    """Steps out of order, empty rows, and slots that another sequence still uses."""
+    """Steps out of order, empty rows, and slots that another sequence still uses are
+    refused."""
     runner = make_runner(depth=2)
     runner.submit(make_batch([1, 2]))
 

@@ -117,8 +117,9 @@ def cases(draw, *, with_aborts: bool = False, late_share: float = 0.0) -> Case:
 @search(examples=150)
 @given(case=cases())
 def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
-    """Liveness and the three equalities at once, at both depths, for any pool that can hold one
-    request: cache, chunks, preemption and other rows change no token, and nothing leaks."""
+    """This checks liveness and the three equalities at once, at both depths, for any pool that
+    can hold one request: cache, chunks, preemption and other rows change no token, and nothing
+    leaks."""
     case.play()
 
     for _, request in case.arrivals:
@@ -131,8 +132,8 @@ def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
 @search(examples=150)
 @given(case=cases(with_aborts=True, late_share=0.4))
 def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> None:
-    """Rows with a grammar that often get no token, at both depths, with preemptions and aborts:
-    each gives the tokens that it gives alone, and nothing leaks."""
+    """Rows with a grammar often get no token, at both depths, with preemptions and aborts: each
+    gives the tokens that it gives alone, and nothing leaks."""
     case.play()
 
     for _, request in case.arrivals:

@@ -111,8 +111,8 @@ def test_a_priced_wait_ends_with_its_price():
 
 
 def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
-    """Lesson 38: also for the second request ever, whose price comes from the first: the wait
-    for silent storage ends before its timeout."""
+    """Lesson 38: the wait for silent storage ends before its timeout, also for the second
+    request ever, whose price comes from the first."""
     harness = make_stored()
     harness.runner.token_s = 0.001
     harness.run(make_request("first", make_prompt(40, family=9), max_tokens=1))

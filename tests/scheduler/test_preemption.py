@@ -39,7 +39,7 @@ def test_the_newest_is_preempted_and_the_oldest_never(depth: int) -> None:
 
 
 def test_the_lowest_priority_is_preempted() -> None:
-    """Lesson 36: under the `priority` policy, even if it is the oldest."""
+    """Lesson 36: this holds under the `priority` policy, even if it is the oldest."""
     harness = Harness(num_blocks=20, settings={"policy": "priority"})
     crowd = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40, priority=3 - n)
@@ -108,7 +108,8 @@ def test_saving_can_be_turned_off() -> None:
 
 
 def test_resumed_sequences_are_not_counted_again() -> None:
-    """Lesson 62: one query and one usage per request, however often it was preempted."""
+    """Lesson 62: there is one query and one usage per request, however often it was
+    preempted."""
     harness = Harness(num_blocks=20)
 
     harness.run(*make_crowd(6))
@@ -166,8 +167,8 @@ def test_no_sequence_is_preempted_when_a_step_in_flight_frees_slots(ends_by: str
 
 
 def test_no_sequence_is_admitted_in_the_step_that_preempts() -> None:
-    """Lesson 36: no cycle of preemption and admission: the freed blocks go to the sequences
-    that needed them."""
+    """Lesson 36: there is no cycle of preemption and admission: the freed blocks go to the
+    sequences that needed them."""
     harness = Harness(num_blocks=20)
     harness.add(*make_crowd(6))
 
@@ -287,7 +288,7 @@ def test_nothing_passes_a_preempted_sequence() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_constant_preemption_changes_no_token(depth: int, caching: bool) -> None:
-    """Many long outputs in a pool that holds little more than one: all end with exact
+    """Many long outputs share a pool that holds little more than one, and all end with exact
     tokens."""
     rng = np.random.default_rng(depth)
     # Four of five are short, so that the reserve for growth is always too small.

@@ -179,7 +179,8 @@ def test_requests_that_can_never_be_served_are_refused_at_once() -> None:
 
 
 def test_the_request_is_never_changed() -> None:
-    """Lesson 30: not by running, nor by being preempted and resumed; its prompt cannot grow."""
+    """Lesson 30: neither running nor being preempted and resumed changes it; its prompt cannot
+    grow."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
@@ -269,7 +270,7 @@ def test_a_full_hit_computes_the_last_block_only() -> None:
 
 
 def test_usage_is_on_the_first_output_only() -> None:
-    """Prompt tokens by source, and the reason why not more were found."""
+    """It has prompt tokens by source, and the reason why not more were found."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(20)))
 

@@ -126,7 +126,8 @@ def test_nonces_are_bounded(monkeypatch):
 @pytest.mark.parametrize("name", [DIGEST_HEADER, SIGNATURE_HEADER, TOKEN_HEADER])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_signed_header_that_is_sent_twice_is_no_signature(name, is_first):
-    """The one that is checked must be the one that is used: another body would pass."""
+    """The header that is checked must be the one that is used; otherwise another body would
+    pass."""
     auth = ClusterAuth(TOKEN, lambda: 1000.0)
     signed = list(auth.sign("POST", "/instances", {}, b"{}").items())
     added = (name, hashlib.sha256(b"another").hexdigest())

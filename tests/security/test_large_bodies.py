@@ -329,7 +329,7 @@ def test_a_cancelled_request_leaves_no_half_read_worker():
 
 
 def test_a_client_that_disconnects_does_not_cost_a_process(monkeypatch):
-    """Bodies that are sent and abandoned are finished by the workers that there are."""
+    """The existing workers finish bodies that are sent and abandoned."""
     started = []
 
     class Counted(worker_pool._Worker):

@@ -189,9 +189,9 @@ def until_registered(client, url, count, within_s=60.0):
 
 @pytest.mark.slow
 def test_a_cluster_hands_over_in_mutual_tls(folder):
-    """`headwater up` with the files of `headwater certs`: clients, router, instances, peers and
-    the tcp link all speak TLS, and a prompt is prefilled on one instance and decoded on the
-    other. A listener of peers or blocks greets members of the cluster only."""
+    """After `headwater up` with the files of `headwater certs`, clients, router, instances,
+    peers and the tcp link all speak TLS, and a prompt is prefilled on one instance and decoded
+    on the other. A listener of peers or blocks greets members of the cluster only."""
     files = tls(folder, "instance")
     small = ("--threads", "1", "--num-gpu-blocks-override", "64", "--max-model-len", "2048")
     command = LiveCommand("up", "--port", "0", *documented(folder, "headwater up "), *small)

@@ -42,7 +42,7 @@ def test_a_stream_names_the_role_first_and_joins_to_the_whole():
 
 
 def test_usage_may_come_with_every_chunk():
-    """`continuous_usage_stats`: a client can stop reading and still know its usage."""
+    """With `continuous_usage_stats` a client can stop reading and still know its usage."""
 
     async def scenario(harness):
         options = {"continuous_usage_stats": True, "include_usage": True}

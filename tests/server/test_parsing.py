@@ -348,7 +348,7 @@ def test_a_call_of_an_unknown_tool_is_not_given_out_early():
 
 
 def test_a_call_with_a_second_name_or_arguments_is_malformed():
-    """A second name or second arguments: the emitted part is not the call."""
+    """With a second name or second arguments, the emitted part is not the call."""
     for end in (', "name": "get-time"}', ', "arguments": {"city": "Rome"}}'):
         text = '<tool_call>{"name": "get_weather", "arguments": {"city": "x"}' + end
         answer, num_malformed = parse(

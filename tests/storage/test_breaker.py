@@ -126,7 +126,7 @@ def test_a_store_that_fails_again_soon_is_left_alone_longer() -> None:
 
 
 def test_calls_that_fail_after_the_breaker_opened_change_nothing() -> None:
-    """They began before: the wait neither restarts nor doubles."""
+    """They began before it opened, so the wait neither restarts nor doubles."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)

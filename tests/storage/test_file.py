@@ -42,7 +42,8 @@ def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path:
 
 
 def test_eviction_takes_the_tail_of_a_run_first(make_file: MakeFile) -> None:
-    """Also if a run was written in several calls: the rest is a prefix (lesson 9)."""
+    """This holds also if a run was written in several calls: the rest is a prefix (lesson
+    9)."""
     storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
     keys = make_keys(6)
     write_run(storage, keys[:3], BLOCK_BYTES)

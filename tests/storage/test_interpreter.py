@@ -22,7 +22,7 @@ def make_buffer() -> memoryview:
 
 
 def test_code_that_holds_the_gil_is_detected() -> None:
-    """The control: a slice assignment of the same bytes blocks other threads."""
+    """As a control, a slice assignment of the same bytes blocks other threads."""
     source, target = make_buffer(), make_buffer()
 
     def assign() -> None:

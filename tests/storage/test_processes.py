@@ -64,7 +64,8 @@ def disk_bytes(path: Path) -> int:
 
 @pytest.mark.slow
 def test_a_writer_may_be_killed_at_random(tmp_path: Path) -> None:
-    """kill -9 while blocks are written and evicted: what is found afterwards is whole (lesson 40)."""
+    """After kill -9 while blocks are written and evicted, every block that is found is whole
+    (lesson 40)."""
     chance = random.Random(7)
     found = 0
     for _ in range(12 * min(SCALE, 20)):
@@ -148,9 +149,9 @@ def test_the_slabs_of_a_dead_owner_are_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slot_reused_under_a_reader_is_a_miss(tmp_path: Path) -> None:
-    """Another process overwrites what this one reads, all the time: never a wrong byte (lesson
-    44). `read_run` checks the bytes of every block reported as read. A block that disappeared
-    is absent, not damaged."""
+    """Another process overwrites what this one reads, all the time, and no wrong byte is read
+    (lesson 44). `read_run` checks the bytes of every block reported as read. A block that
+    disappeared is absent, not damaged."""
     writer = start_writer(tmp_path, "forever")
     ours = open_writer(str(tmp_path))
     outcomes: set[BlockRead] = set()

@@ -61,7 +61,7 @@ def test_a_third_party_backend_is_named_by_module_and_class() -> None:
 def test_mistakes_in_settings_get_a_message(
     name: str, settings: dict[str, Any], sentence: str
 ) -> None:
-    """Raised before serving starts, with what to change."""
+    """The error is raised before serving starts, with what to change."""
     with pytest.raises(ConfigError) as caught:
         open_storage(name, settings, OPENING)
     assert sentence in str(caught.value)

@@ -41,7 +41,7 @@ def test_a_sleeping_loop_is_woken_by_another_thread():
 
 
 def test_no_wake_up_is_lost():
-    """A thousand completions from four threads, and a loop that sleeps whenever it can."""
+    """A thousand completions come from four threads, and the loop sleeps whenever it can."""
     queue = CompletionQueue()
     queue.fileno()
 

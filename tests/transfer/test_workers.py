@@ -101,7 +101,8 @@ def make_lookup(job: int, *paths: list[int]) -> Lookup:
 
 @pytest.mark.parametrize("error", [None, StorageError("gone"), StorageTimeout("late")])
 def test_a_lookup_is_one_call(harness, error):
-    """Lesson 25: one call and one outcome for any number of paths, also when the call fails."""
+    """Lesson 25: there is one call and one outcome for any number of paths, also when the call
+    fails."""
     asked = []
 
     def contains(runs, *, timeout_s):
@@ -187,7 +188,8 @@ def test_a_refused_write_counts_what_was_stored(harness):
     ],
 )
 def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
-    """Lesson 24: counted by its reason; the thread continues with the next task."""
+    """Lesson 24: the failure is counted by its reason, and the thread continues with the next
+    task."""
     harness.storage.gate.set()
     harness.storage.error = error
     harness.mover.start([make_write(1, [0])], now=0.0)
@@ -201,7 +203,8 @@ def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
 
 
 def test_a_backend_that_is_not_quiet_keeps_the_slots(harness):
-    """Lesson 50: TIMED_OUT first; QUIET only when it cannot touch the slots any more."""
+    """Lesson 50: TIMED_OUT is reported first, and QUIET only when it cannot touch the slots any
+    more."""
     quiet = threading.Event()
     harness.storage.gate.set()
     harness.storage.error = StorageTimeout("late", quiet=quiet)

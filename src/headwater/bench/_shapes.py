@@ -22,7 +22,7 @@ class _Habit:
     """Mean time between two sessions."""
 
     think_s: float
-    """Median time between two turns of one."""
+    """Median time between two turns of one session."""
 
     leaves: float
     """Chance that a turn is the last."""

@@ -68,7 +68,7 @@ def bias(logits: Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def forbid(logits: Tensor, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Make tokens impossible, in place: pairs of a row and its token ids."""
+    """Make tokens impossible, in place. Each entry is a row and its forbidden token ids."""
     vocab = logits.shape[1]
     places = [row * vocab + token for row, ids in tokens for token in ids if 0 <= token < vocab]
     if places:

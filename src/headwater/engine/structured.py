@@ -157,7 +157,7 @@ def _check_text(name: str, text: object) -> None:
 
 
 def _slashes_escaped(pattern: str) -> str:
-    """`/` ends a pattern in Lark."""
+    """`pattern` with each `/` escaped, because `/` ends a pattern in Lark."""
     escaped: list[str] = []
     is_escape = False
     for sign in pattern:

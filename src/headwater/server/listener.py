@@ -28,7 +28,9 @@ def bind(host: str, port: int) -> socket.socket:
             raise ConfigError(
                 f"port {port} on {host} is in use; stop what uses it or choose another --port"
             ) from exc
-        raise ConfigError(f"cannot bind {host}:{port}: {exc.strerror or exc}") from exc
+        raise ConfigError(
+            f"cannot bind {host}:{port}: {exc.strerror or exc}; choose another --host or --port"
+        ) from exc
     return listener
 
 

@@ -1,4 +1,4 @@
-"""The contract of a link, as a function: run it on yours.
+"""The contract of a link, as a function that you can run on your own link.
 
     check_link(lambda memory, deliver: MyLinks(…, memory, deliver), "my-link")
 

@@ -1,4 +1,4 @@
-"""The contract of a storage backend, as a function: run it on yours.
+"""The contract of a storage backend, as a function that you can run on your own backend.
 
     check_storage_backend(lambda form: MyStorage(..., form))
 

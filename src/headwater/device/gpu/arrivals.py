@@ -1,9 +1,9 @@
 """Loads in flight, layer by layer: the copier tells the runner which layers have arrived.
 
-A load is copied in a few groups of layers, an event after each. The runner makes the device
-wait for a group's event before it attends in the first layer of the group. An event has an
-effect only after it is recorded, so the runner's thread waits for that, in C. Recording is far
-ahead of copying.
+A load is copied in a few groups of layers, with an event after each. The runner makes the
+device wait for a group's event before it attends in the first layer of the group. An event has
+an effect only after it is recorded, so the runner's thread waits for that, in C. Recording is
+far ahead of copying.
 """
 
 from collections.abc import Iterable

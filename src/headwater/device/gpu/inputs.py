@@ -103,7 +103,7 @@ class GraphRows(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PackedStep:
-    """A step of any composition, on the device."""
+    """The inputs of a step of any composition, on the device."""
 
     tokens: Tensor
     carry: Tensor

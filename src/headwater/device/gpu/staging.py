@@ -1,6 +1,7 @@
 """Sends integer arrays to the device in one piece, through pinned memory.
 
-A step needs a dozen small arrays. Separate copies would cost more than all their bytes.
+A step needs a dozen small arrays. Starting a copy for each would take longer than moving all
+their bytes.
 """
 
 from collections.abc import Sequence
