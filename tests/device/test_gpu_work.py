@@ -44,7 +44,7 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
     chunks: list[tuple[int, int]], tile: int, first_row: int, has_hopper_kernel: bool
 ) -> None:
     """Parts reach the last key of the longest row, and only few tiles are cut; tiles that see
-    more keys come later. Without a kernel for many tiles there is no such case."""
+    more keys come later. Without the Hopper kernel, `use_hopper` is never set."""
     counts = np.array([count for count, _ in chunks])
     contexts = counts + np.array([prefix for _, prefix in chunks])
 

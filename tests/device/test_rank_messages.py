@@ -137,7 +137,7 @@ def test_messages_of_any_size_and_files_arrive_in_order() -> None:
 
 
 def test_a_rank_that_reads_nothing_is_an_error_after_the_deadline() -> None:
-    """The sender gets an error after its deadline."""
+    """The sender does not wait for ever when the socket is full."""
     ours, theirs = socket.socketpair()
     channel = RankChannel(ours, send_timeout_s=0.05)
     with pytest.raises(BlockingIOError):

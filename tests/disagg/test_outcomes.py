@@ -121,7 +121,7 @@ def test_p_learns_that_d_does_not_know_the_hand_off(message):
 
 
 def test_a_first_token_that_is_repeated_is_answered_with_done():
-    """Lesson 51: D has committed it, and repeats Done."""
+    """Lesson 51: D has committed the token already, so D only repeats Done."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     seen: list[HandoffDone] = []

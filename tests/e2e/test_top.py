@@ -36,7 +36,8 @@ pseudo-terminal."""
 
 @contextlib.contextmanager
 def killed_at_the_end(process):
-    """A process that writes to a terminal that is not read would never end."""
+    """Kill `process` at the end: while nobody reads its terminal, it would never end by
+    itself."""
     try:
         yield
     finally:

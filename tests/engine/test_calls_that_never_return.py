@@ -347,7 +347,8 @@ def test_a_stopped_redis_server_is_opened_late(tmp_path: Path, hurried: None) ->
 
 @pytest.mark.slow
 def test_a_stopped_mooncake_master_is_opened_late(hurried: None) -> None:
-    """Mooncake's own `setup` would hold the interpreter lock for as long as the master stands."""
+    """Mooncake's own `setup` would hold the interpreter lock for as long as the master is
+    stopped."""
     master = MooncakeMaster()
     settings = {"master": master.address, "segment_bytes": 1 << 26, "join_timeout_s": 0.5}
     bench = Bench("mooncake", settings, master.stop)
@@ -386,7 +387,8 @@ def test_a_stopped_mooncake_pool(part: str) -> None:
 
 @pytest.mark.slow
 def test_a_pool_whose_master_is_stopped_can_be_closed() -> None:
-    """Mooncake's own `close` would hold the interpreter lock for as long as the master stands."""
+    """Mooncake's own `close` would hold the interpreter lock for as long as the master is
+    stopped."""
     master = MooncakeMaster()
     settings = {"master": master.address, "segment_bytes": 1 << 26, "join_timeout_s": 0.5}
     backend = Bench("mooncake", settings, master.stop).open()

@@ -40,7 +40,7 @@ class RandomWorkload:
     """Storage calls that have begun and do not return."""
 
     def run(self) -> None:
-        """Until every request has ended and every executor has returned."""
+        """Run until every request has ended and every executor has returned."""
         pending = list(self.requests)
         for _ in range(20_000):
             if pending and self.dice.random() < 0.3:

@@ -130,7 +130,7 @@ def test_the_openai_client_does_not_notice(cluster):
 
 
 def test_conversations_spread_and_stay(cluster):
-    """Lesson 70 and 72: new conversations go to both instances and return to their own."""
+    """Lessons 70 and 72: new conversations go to both instances and return to their own."""
     router = cluster[0]
     prompts = [f"conversation number {n}, " * 30 for n in range(6)]
 

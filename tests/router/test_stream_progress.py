@@ -116,7 +116,7 @@ def test_an_unknown_choice_index_raises(index):
 
 
 def test_tokens_that_the_client_sent_are_kept():
-    """It may have got the beginning of its answer elsewhere."""
+    """The client may have received the beginning of its answer in an earlier request."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c"))
     asked = {"prompt": "x", FIELD: [{"token_ids": [1, 2], "seed": SEED}]}

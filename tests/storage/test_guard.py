@@ -71,7 +71,8 @@ def test_an_open_breaker_answers_at_once() -> None:
 
 
 def test_failing_writes_leave_reads_alone() -> None:
-    """A read-only store still serves what it has; a later write is the trial of writes."""
+    """A read-only store still serves its blocks; a later write tests whether writes work
+    again."""
     guarded, _, clock = make_guarded({"write": [None, Fault.ERROR, Fault.ERROR, Fault.ERROR]})
     write_run(guarded, KEYS, BLOCK_BYTES)
     new = make_keys(1, run="new")

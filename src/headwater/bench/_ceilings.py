@@ -55,7 +55,7 @@ class MemoryCeiling:
             checksum(view)
 
     def forget(self, count: int) -> None:
-        """Nothing to do: they are overwritten."""
+        """Does nothing: the next write overwrites the blocks."""
 
     def close(self) -> None:
         """Nothing to release."""
@@ -90,7 +90,7 @@ class FileCeiling:
         list(self._threads.map(get, range(len(into))))
 
     def forget(self, count: int) -> None:
-        """Nothing to do: they are overwritten, like the slots of a backend."""
+        """Does nothing: the next write overwrites the blocks, as in the slots of a backend."""
 
     def close(self) -> None:
         self._threads.shutdown()

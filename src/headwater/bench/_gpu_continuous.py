@@ -18,7 +18,8 @@ class RequestMix(NamedTuple):
 
 
 WORKLOADS = {"64_in_64_out": RequestMix(64, 64), "1k_in_32_out": RequestMix(1000, 32)}
-"""Almost no prompt; and the context of 1 k at which decode is measured."""
+"""One mix has almost no prompt; the other has the context of 1 k at which decode is
+measured."""
 
 
 def serve_ours(engine: GpuEngine) -> dict[str, peers.PeerThroughput]:

@@ -112,7 +112,8 @@ def first_waves(folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def compare_waves(with_host: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
-    """The first wave of a server with a host tier over that of one without, and over its second."""
+    """Divide the times of the first wave with a host tier by those without one, and by those of
+    the second wave."""
     found = {"with_host": with_host, "without_host": without}
     for which in ("p50", "p99"):
         key = f"first_token_{which}_ms"

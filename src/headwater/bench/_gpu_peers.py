@@ -28,7 +28,8 @@ def _own_attention(model: LoadedModel, *, threads: bool = False) -> Any:  # noqa
 
 
 def prefill_s(model: LoadedModel, num_tokens: int) -> float:
-    """One prompt through the model with SDPA and its own cache; logits of the last token."""
+    """Time to compute one prompt with SDPA and the model's own cache, with the logits of the
+    last token."""
     tokens = torch.randint(0, model.vocab_size, (1, num_tokens), device=DEVICE)
     with _own_attention(model) as module:
         return time_ms(lambda: module(tokens, use_cache=True, logits_to_keep=1), 3) / 1e3

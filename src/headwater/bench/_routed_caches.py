@@ -131,7 +131,8 @@ def _route(
 
 
 def _hashes(prompt: Tokens) -> list[int]:
-    """The router's names of the blocks of a prompt: it computes their keys itself."""
+    """The names of a prompt's blocks in KV events, computed from the tokens as the router
+    does."""
     scheme = KeyScheme(block_tokens=TRACE_BLOCK)
     keys = scheme.chain(scheme.root(SHARED), prompt.data.cast("B"), None)
     return [block_hash(key) for key in keys]

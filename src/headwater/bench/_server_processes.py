@@ -98,7 +98,7 @@ VLLM_ENVIRONMENT = {
 def running(
     engine: str, command: Sequence[str], *, port: int, environment: Mapping[str, str]
 ) -> Iterator[RunningServer]:
-    """A server when it answers; stopped when the block is left."""
+    """Yield a server when it answers, and stop it afterwards."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,

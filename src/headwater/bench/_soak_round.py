@@ -76,7 +76,8 @@ class EchoRound:
         self._hung: list[Task] = []
         """Storage calls that have begun and do not return."""
         self._returns = self._dice.random() < 0.7
-        """Whether hung calls return late; otherwise not before every request has ended."""
+        """Whether hung calls may return while requests run; otherwise they return after every
+        request has ended."""
         self._added: list[Request] = []
         self._aborted: set[RequestId] = set()
         self.counts: Counter[str] = Counter()

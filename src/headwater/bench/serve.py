@@ -96,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
-    """Every case on one model: with the cache, in turns with vLLM if asked; then without."""
+    """Measure every case on one model: with the cache, alternating with vLLM if `options` name
+    it, then without the cache."""
     rows: list[Row] = []
     for caching in (True,) if options.cache == "on" else (True, False):
         with ExitStack() as stack:

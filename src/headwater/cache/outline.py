@@ -24,7 +24,7 @@ class OutlineNode:
     """None for the first run of a prompt."""
 
     start: int
-    """Blocks before it on its path."""
+    """Number of blocks before this run on its path."""
 
     num_blocks: int
     device: int

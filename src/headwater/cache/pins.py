@@ -86,7 +86,8 @@ class Pins:
     def unpin(self, node: Node, *, now: float, cold: bool = False) -> None:
         """Unpin a path that a job kept but no request used.
 
-        With `cold`, the node and what was last used with it are the next to be evicted.
+        With `cold`, the next nodes to be evicted are `node` and the nodes of its path that were
+        not used later than `node`.
         """
         unpinned = self._decrement(node)
         # Storage may have lost the end of the path meanwhile, or a reset removed all of it.

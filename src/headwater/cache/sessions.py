@@ -62,7 +62,7 @@ class SessionEntry:
         self.hint: Hint | None = None
         """The hint of its last request; None if there was none or it was not granted."""
         self.promised = 0
-        """Blocks of the tenant's budget that it uses until `until_s`."""
+        """Blocks of the tenant's budget that the session uses until `until_s`."""
         self.until_s = 0.0
         self.due_s: float | None = None
         """When its next request is expected, if the client said so."""

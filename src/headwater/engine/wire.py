@@ -117,7 +117,7 @@ class InfoChanged(msgspec.Struct, tag="info", array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
-    """The part of one sequence in a step."""
+    """What one step generated for one sequence."""
 
     request_id: str
     tokens: bytes

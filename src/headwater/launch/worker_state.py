@@ -270,7 +270,7 @@ class RemoteState:
         self._channel().tell("paused", is_paused)
 
     def _end_unused(self, call: "asyncio.Future[Any]", name: str) -> None:
-        """End a use that was granted after its request was cancelled."""
+        """Return the place of a key that was granted after its request was cancelled."""
         if not call.cancelled() and call.exception() is None and call.result() is None:
             self._channel().tell("end_key", name)
 

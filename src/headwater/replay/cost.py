@@ -49,13 +49,14 @@ class StepCost:
     """One pair of prompt tokens in attention."""
 
     row_s: float = 0.0
-    """One decode row, in addition to its token."""
+    """Time for each decode row, in addition to its token."""
 
     context_token_s: float = 0.0
-    """One token whose KV a decode row reads."""
+    """Time for each token whose KV a decode row reads."""
 
     experts_s: float = 0.0
-    """Reading all experts of a mixture of experts once; `weights_s` is then the rest."""
+    """Time to read all experts of a mixture of experts once; `weights_s` is then the time for
+    the other weights."""
 
     expert_share: float = 0.0
     """Share of a layer's experts that one token uses."""

@@ -46,7 +46,8 @@ class SharedLink:
         """A heap of copies, by the value of `_served` at which each has passed."""
         self._line: deque[tuple[int, Arrive]] = deque()
         self._arriving: deque[tuple[float, float, Arrive]] = deque()
-        """Copies that have passed and arrive after the latency, in order of time."""
+        """Copies whose bytes have been carried; they arrive after the latency, in order of
+        time."""
         self._num_begun = 0
 
     @property

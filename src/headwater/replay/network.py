@@ -31,7 +31,7 @@ from headwater.types import Slots
 Post = Callable[[object], None]
 
 _CONNECTION = 1
-"""Number of every connection: connections never end here."""
+"""Every connection has this number, because no simulated connection is ever replaced."""
 
 MESSAGE_S = 1e-4
 """Delay of a message."""

@@ -61,7 +61,7 @@ class OutputScaling(NamedTuple):
 
 
 class FusedDecoder:
-    """The same function as the model it is made from; `fused_check` checks that."""
+    """Computes the same function as the model it is made from; `fused_check` verifies this."""
 
     def __init__(
         self,

@@ -117,7 +117,8 @@ class DeviceSampler:
         )
         self._num_steps = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
-        """Graphs by the number of rows; unused rows still cost their programs."""
+        """Graphs by the number of rows: a graph for more rows would launch programs for unused
+        ones too."""
         self._captured: Tensor | None = None
         self._compile(torch.zeros((1, vocab), dtype=dtype, device=device))
 
@@ -296,7 +297,7 @@ class DeviceSampler:
         return starts, ends, EditList(ids, np.concatenate([found.amounts for found in lists]))
 
     def _compile(self, logits: Tensor) -> None:
-        """Compile and load the kernels, with a row without parameters."""
+        """Compile and load the kernels by running them on one row without parameters."""
         self._section("num_top").fill_(-1)
         self._choose(logits, 1)
         self._find_logprobs(logits, 1)

@@ -23,10 +23,13 @@ pieces that fit into these entries.
 
 
 _PROGRAMS = 512
+"""Programs that keep the device busy."""
+
 _MIN_PART_KEYS = 512
+"""Fewest keys of a part."""
+
 MAX_PARTS = 16
-"""Programs that keep the device busy; the fewest keys of a part, and the most parts of a
-tile."""
+"""Most parts of a tile."""
 
 _MIN_HOPPER_PROGRAMS = 96
 _MIN_HOPPER_SCORES = 1 << 19

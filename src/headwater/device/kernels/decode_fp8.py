@@ -245,7 +245,8 @@ def attend_pieces(
 
 
 def _uses_tma(pool: Tensor) -> bool:
-    """Whether tiles are boxes of a matrix whose rows are the heads of all tokens."""
+    """Whether TMA can load the tiles: they must be boxes of a matrix whose rows are the heads
+    of all tokens."""
     block_tokens, kv_heads, dim = pool.shape[3:]
     return (
         block_tokens % _KEYS == 0

@@ -22,12 +22,16 @@ from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.pieces import DecodeWork
 
 _KEYS = 64
+"""Keys of a tile."""
+
 _QUERIES = 8
+"""Fewest queries of a product."""
+
 _MAX_WIDTH = 256
-"""Keys of a tile, fewest queries, and largest key size, several heads together."""
+"""Largest total key size of the heads that are computed together."""
 
 _FEW_ROWS = 64
-"""Up to this size heads are computed together, and one tile less is read ahead."""
+"""Up to this many rows, heads are computed together and one tile less is read ahead."""
 
 
 @triton.jit

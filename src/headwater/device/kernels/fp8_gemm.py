@@ -20,11 +20,16 @@ MAX_ROWS, MAX_DEEP_ROWS = 64, 128
 processors idle. torch computes larger batches."""
 
 _DEEP = 8192
+"""From this number of inputs on, a product has many inputs."""
+
 _INPUTS = 128
+"""Inputs per iteration."""
+
 _TILE = 64
+"""Outputs of a tile."""
+
 _STAGES = 4
-"""Fewest inputs that count as many; inputs per iteration; outputs of a tile; iterations read
-ahead."""
+"""Iterations that are read ahead."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -32,7 +37,8 @@ def _fp8_gemm(x, weight, x_scales, w_scales, out, partial, arrived, rows, factor
               OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
               K: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
               ACTIVATION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """`N` rows of the weight; `OUTPUTS` are those of the result."""
+    """`N` is the number of rows of the weight in a tile, and `OUTPUTS` the number of outputs of
+    the result."""
     start_early(EARLY)
     tile = tl.program_id(0)
     part = tl.program_id(1)

@@ -34,14 +34,22 @@ from headwater.device.kernels.ring import await_filled, await_room, leave, make_
 from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
 
 _HALF = gl.constexpr(LARGE_TILE // 2)
+"""Queries of a group of warps."""
+
 _KEYS = gl.constexpr(128)
+"""Keys of a tile."""
+
 _PAGE = gl.constexpr(64)
+"""Keys that must be contiguous in the pool."""
+
 _STAGES = gl.constexpr(2)
-"""Queries of a group, keys of a tile, contiguous keys in the pool, tiles in flight."""
+"""Tiles in flight."""
 
 _REGISTERS = gl.constexpr(240)
+"""Registers of a thread that computes."""
+
 _ALL_REGISTERS = 168
-"""Registers of a computing thread, and the average of all threads."""
+"""Registers per thread, on average over all threads."""
 
 _SHARED_BYTES = 32 << 20
 """KV that programs running together should share: about half of the device's cache."""

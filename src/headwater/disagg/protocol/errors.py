@@ -10,7 +10,7 @@ class LinkBroken(HeadwaterError):
     def __init__(self, message: str, reason: PushFailure = PushFailure.LOST) -> None:
         super().__init__(message)
         self.reason = reason
-        """How a push ends that was in flight on this connection."""
+        """Failure to report for a push that was in flight on this connection."""
 
 
 class Malformed(LinkBroken):

@@ -130,7 +130,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """P to D: I am alive and still working on it."""
+    """P to D: P is alive and still works on the hand-off."""
 
     handoff: int
     sent_s: float

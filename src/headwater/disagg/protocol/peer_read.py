@@ -49,7 +49,7 @@ class PeerRead:
         self.handoff = handoff
         self.state = PeerReadState.WAITING
         self.num_read = 0
-        """Leading blocks that arrived complete; set when it is over."""
+        """Leading blocks that arrived complete; set when the read is over."""
         self.asked_s = 0.0
         self._num_found = num_found
         self._config = config
