@@ -172,10 +172,11 @@ def _body(request: Any, context: Any) -> dict[str, Any]:  # noqa: ANN401 - Dynam
 
 
 def _snapshot(cache: dict[str, Any]) -> ComponentSnapshot:
-    """Use of the device tier, from `GET /cache`."""
+    """Use of the device tier, from `GET /cache`. Like vLLM's, it counts the blocks of running
+    requests only: a worker whose blocks are all cached is not busy."""
     device = cache["tiers"]["device"]
     total = device["num_blocks"]
-    used = total - device["free"]
+    used = total - device["free"] - device["evictable"]
     return ComponentSnapshot(
         kv_used_blocks=used,
         kv_total_blocks=total,
