@@ -6,6 +6,10 @@ Runs under the Python of a Dynamo environment, without etcd and NATS. Two Headwa
 Dynamo's frontend, and two servers with the same flags behind `headwater route`. The same multi-turn load
 goes through both, in turns. Conversations take turns, so a prefix must be found again after many others.
 One engine has not enough blocks for all conversations: a router that ignores prefixes loses many.
+
+--frontend-flags may be given several times. Each has a frontend of its own before the same two workers, and
+all take turns with loads of their own. With --mocker each load also goes through a frontend with the same
+flags before two of Dynamo's own simulated engines: what Dynamo's router does with workers that are not ours.
 """
 
 import argparse
@@ -29,9 +33,15 @@ sys.path.insert(0, str(SOURCE))
 
 from headwater.device import builtin  # noqa: E402 - found through SOURCE
 
+RECOMMENDED = "--router-prefill-load-scale 8"
+"""The flags of docs/plugins.md."""
+
 BLOCK = 16
 _READY_S = 240
 _MODEL = "m"
+
+
+_PLANES = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
 
 
 class Cluster:
@@ -40,39 +50,50 @@ class Cluster:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._folder = folder
         self._blocks = options.blocks
-        self._flags = options.frontend_flags.split()
+        self._variants = options.frontend_flags
         self._verbose = options.verbose
         self._running: list[subprocess.Popen[bytes]] = []
-        self.dynamo_url = f"http://127.0.0.1:{_free_port()}"
-        self.router_url = f"http://127.0.0.1:{_free_port()}"
+        kinds = ["dynamo", *(["mocker"] if options.mocker else [])]
+        self.kinds = [*kinds, "headwater"]
+        places = [("headwater", 0)]
+        places += [(kind, at) for kind in kinds for at in range(len(self._variants))]
+        self.urls = {place: f"http://127.0.0.1:{_free_port()}" for place in places}
+        """Of each kind of router, with each of the flags."""
 
     def start(self) -> None:
         environ = {
             **os.environ,
             "PYTHONPATH": str(SOURCE),
-            "DYN_FILE_KV": str(self._folder / "discovery"),
             "HEADWATER_PEER_TOKEN": "of-the-benchmark-only",
             "OMP_NUM_THREADS": "1",
         }
         model = str(builtin.ensure())
         flags = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(self._blocks)]
-        self._run(["headwater", "route", "--port", _port(self.router_url)], environ)
+        router = self.urls["headwater", 0]
+        self._run(["headwater", "route", "--port", _port(router)], environ)
         name = ["--served-model-name", _MODEL]
+        discovery = {**environ, "DYN_FILE_KV": str(self._folder / "discovery")}
         for _ in range(2):
-            self._run(["headwater.plugins.dynamo", model, *name, "--", *flags], environ)
-            place = ["--port", "0", "--router", self.router_url]
+            self._run(["headwater.plugins.dynamo", model, *name, "--", *flags], discovery)
+            place = ["--port", "0", "--router", router]
             self._run(["headwater", "serve", model, *name, *flags, *place], environ)
-        planes = [
-            "--discovery-backend",
-            "file",
-            "--request-plane",
-            "tcp",
-            "--event-plane",
-            "zmq",
-        ]
-        place = ["--http-host", "127.0.0.1", "--http-port", _port(self.dynamo_url)]
-        mode = ["--router-mode", "kv", *self._flags]
-        self._run(["dynamo.frontend", *planes, *place, *mode], environ)
+        self._start_frontends("dynamo", discovery)
+        if "mocker" in self.kinds:
+            discovery = {**environ, "DYN_FILE_KV": str(self._folder / "mocker")}
+            command = ["dynamo.mocker", "--model-path", model, "--model-name", _MODEL, *flags]
+            for _ in range(2):
+                self._run([*command, *_PLANES], discovery)
+            self._start_frontends("mocker", discovery)
+
+    def url(self, kind: str, variant: int) -> str:
+        return self.urls[kind, 0 if kind == "headwater" else variant]
+
+    def _start_frontends(self, kind: str, environ: dict[str, str]) -> None:
+        for number, flags in enumerate(self._variants):
+            port = _port(self.urls[kind, number])
+            place = ["--http-host", "127.0.0.1", "--http-port", port]
+            mode = ["--router-mode", "kv", *flags.split()]
+            self._run(["dynamo.frontend", *_PLANES, *place, *mode], environ)
 
     def stop(self) -> None:
         for process in reversed(self._running):
@@ -153,32 +174,52 @@ async def wait_ready(cluster: Cluster, session: aiohttp.ClientSession) -> None:
         except aiohttp.ClientError:
             return None
 
+    async def has_two(kind: str, url: str) -> bool:
+        if kind == "headwater":
+            known = await get(f"{url}/instances") or {}
+            return len(known.get("instances", ())) == 2
+        health = await get(f"{url}/health") or {}
+        models = await get(f"{url}/v1/models") or {}
+        workers = [one for one in health.get("instances", ()) if one["endpoint"] == "generate"]
+        return len(workers) == 2 and bool(models.get("data"))
+
     for _ in range(_READY_S * 2):
         cluster.check()
-        known = await get(f"{cluster.router_url}/instances") or {}
-        health = await get(f"{cluster.dynamo_url}/health") or {}
-        models = await get(f"{cluster.dynamo_url}/v1/models") or {}
-        workers = [one for one in health.get("instances", ()) if one["endpoint"] == "generate"]
-        if len(known.get("instances", ())) == len(workers) == 2 and models.get("data"):
+        waiting = [
+            place for place, url in cluster.urls.items() if not await has_two(place[0], url)
+        ]
+        if not waiting:
             return
         await asyncio.sleep(0.5)
-    raise SystemExit(f"not ready after {_READY_S} s: {known} {health} {models}")
+    raise SystemExit(f"not ready after {_READY_S} s: {waiting}")
 
 
-async def measure(cluster: Cluster, options: argparse.Namespace) -> dict[str, object]:
-    shares: dict[str, list[float]] = {"dynamo": [], "headwater": []}
+async def measure(cluster: Cluster, options: argparse.Namespace) -> list[dict[str, object]]:
+    """For each of the flags, the share that each kind of router found, round by round."""
+    variants = options.frontend_flags
+    shares: list[dict[str, list[float]]] = [{k: [] for k in cluster.kinds} for _ in variants]
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         await wait_ready(cluster, session)
-        urls = {"dynamo": cluster.dynamo_url, "headwater": cluster.router_url}
-        for number in range(options.rounds):
-            for name, url in urls.items():
-                load = Load(url, number, options)
-                shares[name].append(await load.run(session))
-    found = {name: round(median(values), 4) for name, values in shares.items()}
-    ratio = round(found["dynamo"] / found["headwater"], 4)
-    rounds = {f"{name}_rounds": [round(v, 4) for v in all_] for name, all_ in shares.items()}
-    return {**found, "ratio": ratio, **rounds}
+        for number in range(options.rounds * len(variants)):
+            at = number % len(variants)
+            for kind in cluster.kinds:
+                load = Load(cluster.url(kind, at), number, options)
+                shares[at][kind].append(await load.run(session))
+    return [summarise(flags, found) for flags, found in zip(variants, shares, strict=True)]
+
+
+def summarise(flags: str, shares: dict[str, list[float]]) -> dict[str, object]:
+    """Medians over the rounds; the ratio is the median of the rounds' ratios."""
+    pairs = zip(shares["dynamo"], shares["headwater"], strict=True)
+    ratios = [theirs / ours for theirs, ours in pairs]
+    return {
+        "flags": flags,
+        **{kind: round(median(values), 4) for kind, values in shares.items()},
+        "ratio": round(median(ratios), 4),
+        "ratios": [round(one, 4) for one in ratios],
+        "rounds": {kind: [round(v, 4) for v in values] for kind, values in shares.items()},
+    }
 
 
 def _free_port() -> int:
@@ -206,11 +247,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1200, help="KV blocks of each engine")
     parser.add_argument(
         "--frontend-flags",
-        default="--router-prefill-load-scale 8",
-        help="further flags of Dynamo's frontend, as one string (default: %(default)s)",
+        action="append",
+        help=f"further flags of Dynamo's frontend, as one string (default: {RECOMMENDED})",
+    )
+    parser.add_argument(
+        "--mocker", action="store_true", help="also measure Dynamo's own simulated engines"
     )
     parser.add_argument("--verbose", action="store_true", help="show messages of all processes")
     options = parser.parse_args()
+    options.frontend_flags = options.frontend_flags or [RECOMMENDED]
     folder = Path(tempfile.mkdtemp(prefix="dynamo-router-"))
     cluster = Cluster(folder, options)
     try:

@@ -108,11 +108,20 @@ def make_prompts(seed=1, count=4, length=300):
     return [*prompts, prompts[0][:200] + prompts[1][:100]]
 
 
+BATCHES = [make_prompts(seed) for seed in range(1, 7)]
+
+
 @pytest.fixture(scope="module")
-def expected(model):
+def expected_batches(model):
     """The output of vLLM without the connector."""
-    [round_] = run(model, {"connector": None, "batches": [make_prompts()]})
-    return round_["tokens"]
+    rounds = run(model, {"connector": None, "batches": BATCHES})
+    return [round_["tokens"] for round_ in rounds]
+
+
+@pytest.fixture
+def expected(expected_batches):
+    """The same for `make_prompts()`."""
+    return expected_batches[0]
 
 
 def file_storage(path, **settings):
@@ -148,17 +157,22 @@ def test_two_instances_share_a_directory_while_both_run(model, expected, tmp_pat
     assert min(second["cached"]) == 288
 
 
-def test_after_kill_9_while_storing_the_next_process_is_right(model, expected, tmp_path):
-    """Half-written blocks are not found; complete ones are."""
-    job = {"connector": file_storage(tmp_path / "kv"), "batches": [make_prompts()]}
+def test_after_kill_9_while_storing_the_next_process_is_right(
+    model, expected_batches, tmp_path
+):
+    """Half-written blocks are not found; complete ones are. Blocks of earlier batches are stored
+    while later ones are computed."""
+    job = {"connector": file_storage(tmp_path / "kv"), "batches": BATCHES}
     child = Child(model, {**job, "drain_s": 600})
-    child.read()
+    for _ in BATCHES[1:]:
+        child.read()
     child.process.kill()
     child.process.join()
 
-    [after] = run(model, job)
+    after = run(model, job)
 
-    assert after["tokens"] == expected
+    assert [batch["tokens"] for batch in after] == expected_batches
+    assert sum(batch["cached"][0] for batch in after) > 0  # it shares nothing within its batch
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
