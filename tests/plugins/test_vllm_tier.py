@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from headwater.errors import ConfigError
 from headwater.plugins.vllm.tier import HeadwaterTier
 from tests.plugins.backends import SHARED, wait_until
+from tests.storage.conftest import mooncake_master  # noqa: F401 - a fixture
 
 BYTES = 8192
 STEP = ScheduleEndContext((), ())
@@ -137,6 +138,22 @@ def test_another_instance_finds_and_loads_what_one_has_stored(make_harness):
     assert (stored.success, loaded.success, all(found)) == (True, True, True)
     assert stored.transfer_bytes == 40 * BYTES
     np.testing.assert_array_equal(second.memory[:40], written)
+
+
+@pytest.mark.slow
+def test_chunks_come_back_from_a_mooncake_pool(make_harness, mooncake_master):  # noqa: F811
+    """A real master; the tier's memory is registered with it and read in place."""
+    config = {"master": mooncake_master.address, "segment_bytes": 1 << 24}
+    harness = make_harness(backend="mooncake", config=config)
+    written, keys = fill(harness, 20), make_offload_keys(20)
+
+    stored = harness.run(keys, range(20), load=False)
+    found = harness.lookup([*keys, *make_offload_keys(1, "other")])
+    loaded = harness.run(keys, range(30, 50), load=True)
+
+    assert (stored.success, loaded.success) == (True, True)
+    assert found == [True] * 20 + [False]
+    np.testing.assert_array_equal(harness.memory[30:50], written)
 
 
 @pytest.mark.parametrize(
