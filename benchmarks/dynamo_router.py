@@ -10,6 +10,9 @@ One engine has not enough blocks for all conversations: a router that ignores pr
 --frontend-flags may be given several times. Each has a frontend of its own before the same two workers, and
 all take turns with loads of their own. With --mocker each load also goes through a frontend with the same
 flags before two of Dynamo's own simulated engines: what Dynamo's router does with workers that are not ours.
+
+"known" is what Dynamo's router expected to be found where it sent the prompts, and at best elsewhere, by its
+own metrics. If it knew of more than it chose, the loss is a decision and not a missing KV event.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -206,7 +210,26 @@ async def measure(cluster: Cluster, options: argparse.Namespace) -> list[dict[st
             for kind in cluster.kinds:
                 load = Load(cluster.url(kind, at), number, options)
                 shares[at][kind].append(await load.run(session))
-    return [summarise(flags, found) for flags, found in zip(variants, shares, strict=True)]
+        results = [summarise(*pair) for pair in zip(variants, shares, strict=True)]
+        for at, result in enumerate(results):
+            result["known"] = await read_known(cluster.url("dynamo", at), session)
+    return results
+
+
+async def read_known(url: str, session: aiohttp.ClientSession) -> dict[str, float]:
+    """Shares of prompt tokens that Dynamo's router expected to be found, from its metrics."""
+    async with session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    start = "dynamo_component_router_"
+    sums: dict[str, float] = {}
+    for line in lines:
+        if line.startswith(start):
+            name = line.removeprefix(start).split("{")[0]
+            sums[name] = sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    asked = sums["input_sequence_tokens_sum"]
+    chosen = sums["kv_selected_cached_prefix_tokens_total"]
+    best = sums["kv_best_eligible_cached_prefix_tokens_total"]
+    return {"chosen": round(chosen / asked, 4), "best": round(best / asked, 4)}
 
 
 def summarise(flags: str, shares: dict[str, list[float]]) -> dict[str, object]:
@@ -258,6 +281,7 @@ def main() -> None:
     options.frontend_flags = options.frontend_flags or [RECOMMENDED]
     folder = Path(tempfile.mkdtemp(prefix="dynamo-router-"))
     cluster = Cluster(folder, options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # ends the processes, too
     try:
         cluster.start()
         result = asyncio.run(measure(cluster, options))
