@@ -5,8 +5,8 @@ Servers are real processes. One client process sends requests over HTTP in close
 number of clients, each of which sends the next request when it has its answer. With
 `--vllm-python` the same client asks vLLM on the same model folder in turns with Headwater, and
 ratios are printed, once against vLLM with compilation, its default, and once against
-`--enforce-eager`. Each engine is stopped during the others' turns, because an idle vLLM worker
-spins on its core.
+`--enforce-eager`. Each engine is stopped during the others' turns, for an idle vLLM worker
+spins on its core. With `--baseline` the other engine is Headwater at another commit.
 
 On a machine that others use, `waited_share` is the share of a run in which the engine waited
 for its core, and `tokens_per_cpu_s` counts only the seconds in which it had the core. With
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     for model in options.models:
         rows += measure_model(model, _folder(model), options)
     result: dict[str, Any] = {"rows": rows, "constrained": constrained_ratios(rows)}
-    if options.vllm_python:
+    if options.vllm_python or options.baseline:
         result["ratios"] = ratios(rows)
     if options.json:
         print(json.dumps(result))
@@ -102,9 +102,8 @@ def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
     for caching in (True,) if options.cache == "on" else (True, False):
         with ExitStack() as stack:
             servers = [stack.enter_context(_headwater(folder, options, caching=caching))]
-            if caching and options.vllm_python:
-                peers = [_vllm(folder, options, mode) for mode in options.vllm_modes]
-                servers += [stack.enter_context(peer) for peer in peers]
+            if caching:
+                servers += [stack.enter_context(peer) for peer in _peers(folder, options)]
             stack.enter_context(client_pinned())
             for case in _cases(options):
                 if caching or case.workload != "full-hit":
@@ -113,10 +112,10 @@ def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
 
 
 def ratios(rows: list[Row]) -> list[Row]:
-    """Headwater over vLLM, for each case that both ran and each way that vLLM ran."""
+    """Headwater over each other engine, for each case that both ran."""
     found = []
     for row in rows:
-        if not row["engine"].startswith("vllm"):
+        if row["engine"] == "headwater":
             continue
         key = {name: row[name] for name in ("workload", "model", "concurrency", "cache")}
         ours = next(r for r in rows if r["engine"] == "headwater" and key.items() <= r.items())
@@ -259,6 +258,23 @@ def _headwater(
     return running("headwater", command, port=port, environment={})
 
 
+def _peers(folder: Path, options: Namespace) -> Iterator[AbstractContextManager[RunningServer]]:
+    """The engines that are measured in turns with Headwater."""
+    if options.vllm_python:
+        for mode in options.vllm_modes:
+            yield _vllm(folder, options, mode)
+    if options.baseline:
+        yield _baseline(folder, options)
+
+
+def _baseline(folder: Path, options: Namespace) -> AbstractContextManager[RunningServer]:
+    port = free_port()
+    _say(f"starting headwater from {options.baseline} on {folder.name}")
+    command = headwater_command(folder, port=port, block=options.block, caching=True)
+    source = {"PYTHONPATH": options.baseline}
+    return running("baseline", command, port=port, environment=source)
+
+
 def _vllm(folder: Path, options: Namespace, mode: str) -> AbstractContextManager[RunningServer]:
     port = free_port()
     _say(f"starting vllm ({mode}) on {folder.name}; this takes a while")
@@ -295,7 +311,7 @@ def _print_table(result: dict[str, Any]) -> None:
     for row in constrained_ratios(result["rows"]):
         print("json / json-free:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
     for row in result.get("ratios", ()):
-        print("headwater / vllm:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
+        print("headwater / other:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
 
 
 def _shown(value: object) -> str:
@@ -354,6 +370,11 @@ def _parser() -> ArgumentParser:
         choices=VLLM_MODES,
         default=list(VLLM_MODES),
         help="how vLLM runs: compiled, its default, and with --enforce-eager (both)",
+    )
+    add(
+        "--baseline",
+        metavar="PATH",
+        help="`src` folder of another commit of Headwater to compare with",
     )
     add(
         "--quick",

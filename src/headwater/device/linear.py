@@ -1,7 +1,8 @@
 """Matrix products fused with the following operation: activation, gate or residual.
 
-There are two forms with the same methods: packed in oneDNN's order for large weights, and plain
-for small ones, for which a packed call costs more than it saves.
+There are three forms with the same methods. `TiledLinear` uses the compiled products of `gemm`.
+Without a compiler, large weights are packed in oneDNN's order, and small ones are plain: for them
+a packed call costs more than it saves.
 """
 
 from typing import cast
@@ -10,12 +11,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.device.gemm import PLUS, SILU, TIMES, Gemm, load_gemm
 from headwater.device.host_ops import host_ops
 
 MIN_PACKED_WEIGHTS = 1 << 18
 """A packed product costs about 15 µs per call; below this size that is not worth it."""
 
 _ROWS_HINT = 16
+
+
+class TiledLinear(nn.Module):
+    """A linear layer whose weight is kept in the panels of `gemm.c`."""
+
+    def __init__(self, gemm: Gemm, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._gemm = gemm
+        self._width = len(weight)
+        self.packed = gemm.pack(weight)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._gemm.multiply(x, self.packed, self.bias, self._width)
+
+    def activated(self, x: Tensor, activation: str, variant: str) -> Tensor:
+        """`activation(linear(x))`."""
+        if activation == "swish":
+            return self._gemm.multiply(x, self.packed, self.bias, self._width, SILU)
+        return F.gelu(self.forward(x), approximate=variant)
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """`linear(x) * other`."""
+        return self._gemm.multiply(x, self.packed, self.bias, self._width, TIMES, other)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """`linear(x) + other`."""
+        return self._gemm.multiply(x, self.packed, self.bias, self._width, PLUS, other)
 
 
 class PackedLinear(nn.Module):
@@ -70,13 +100,16 @@ class PlainLinear(nn.Module):
         return F.linear(x, self.weight, self.bias) + other
 
 
-AnyLinear = PackedLinear | PlainLinear
+AnyLinear = TiledLinear | PackedLinear | PlainLinear
 
 
 def make_linear(
     weight: Tensor, bias: Tensor | None, *, min_packed_weights: int = MIN_PACKED_WEIGHTS
 ) -> AnyLinear:
-    """The faster form for a weight of this size."""
+    """The fastest form for a weight of this size on this machine."""
+    gemm = load_gemm()
+    if gemm is not None:
+        return TiledLinear(gemm, weight, bias)
     kind = PackedLinear if weight.numel() >= min_packed_weights else PlainLinear
     return kind(weight, bias)
 
@@ -121,7 +154,10 @@ class FusedNorm(nn.Module):
 
 
 def can_pack() -> bool:
-    """Whether this build of torch has oneDNN's packed products, and their results are right."""
+    """Whether products are compiled, or this build of torch has oneDNN's packed products and
+    their results are right."""
+    if load_gemm() is not None:
+        return True
     torch_linear = nn.Linear(32, 48)
     x = torch.randn(5, 32)
     try:

@@ -143,14 +143,14 @@ def load(
     use_latents(module)
     _move(module, target)
     module.eval()
-    quick = packed and packing.pack(module)
-    padded = quick and not packing.has_experts(module)
+    if packed:
+        packing.pack(module)
     return LoadedModel(
         module=module,
         fingerprint=name.result(),
         model_dir=folder,
         device=target,
-        min_rows=packing.ROWS_WANTED if padded else 1,
+        min_rows=packing.min_rows(module),
         eos_token_ids=_config_ends(loaded.config, folder) if ends is None else ends,
         has_fp8_kv=has_fp8_kv,
         share=share,
