@@ -116,3 +116,22 @@ def test_a_packed_model_gives_the_same_tokens(tmp_path: Path, packed_class: type
         outputs.append([row.output for row in rows])
 
     assert outputs[0] == outputs[1]
+
+
+def test_the_last_layer_computes_only_tokens_that_are_read(tmp_path: Path) -> None:
+    """It attends with all tokens, and the rows that are read have the same bits as before."""
+    model = load(make_llama(tmp_path, LlamaShape(layers=2)))
+    first, last = model.module.model.layers  # type: ignore[union-attr, misc]  # a Llama's
+    x, read = torch.randn(1, 7, 256), torch.tensor([2, 6])
+    rotary = torch.ones(1, 7, 32), torch.zeros(1, 7, 32)
+
+    class Step:
+        def attend(self, layer: int, query: torch.Tensor, *_: object) -> torch.Tensor:
+            return query
+
+    for layer, is_last in ((first, False), (last, True)):
+        given = {"position_embeddings": rotary, "attention_step": Step()}
+        whole, some = layer(x, **given), layer(x, tokens_read=read, **given)
+
+        assert torch.equal(some[:, read], whole[:, read])
+        assert torch.equal(some, whole) != is_last

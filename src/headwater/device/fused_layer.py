@@ -6,7 +6,7 @@ applied to Q and K together, and residuals and gates are fused into products.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class FusedLayer(nn.Module):
         attention, mlp = cast(nn.Module, layer.self_attn), cast(nn.Module, layer.mlp)
         self._layer = cast(int, attention.layer_idx)
         self._head_dim = cast(int, attention.head_dim)
+        self._is_last = self._layer == cast(Any, attention.config).num_hidden_layers - 1
         self._how = variant
         self._ops = host_ops(torch.device("cpu"), torch.float32)
         self.before = _norm(cast(nn.Module, layer.input_layernorm))
@@ -64,8 +65,11 @@ class FusedLayer(nn.Module):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         attention_step: AttentionStep,
+        tokens_read: Tensor | None = None,
         **_: object,
     ) -> Tensor:
+        """`tokens_read` are the tokens whose logits are computed; the last layer stores K and V
+        of all tokens, and returns only these tokens right."""
         qkv = self.qkv(self.before(hidden_states))[0]
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         cos, sin = position_embeddings
@@ -77,7 +81,14 @@ class FusedLayer(nn.Module):
             heads[:, self._rotated :],
             self._how,
         )
-        hidden_states = self._add(self.output, attended.reshape(1, len(qkv), -1), hidden_states)
+        attended = attended.reshape(1, len(qkv), -1)
+        if not self._is_last or tokens_read is None or len(tokens_read) == len(qkv):
+            return self._after_attention(attended, hidden_states)
+        read = self._after_attention(attended[:, tokens_read], hidden_states[:, tokens_read])
+        return hidden_states.index_copy(1, tokens_read, read)
+
+    def _after_attention(self, attended: Tensor, hidden_states: Tensor) -> Tensor:
+        hidden_states = self._add(self.output, attended, hidden_states)
         gated = self.mlp.gated(self.between(hidden_states))
         return self._add(self.mlp.down, gated, hidden_states)
 

@@ -131,6 +131,7 @@ class TorchRunner:
             use_cache=False,
             logits_to_keep=inputs.logits_at,
             attention_step=inputs.attention,
+            tokens_read=inputs.logits_at,
         )
         inputs.attention.finish()
         logits: Tensor = output.logits[0]
