@@ -268,6 +268,23 @@ def test_best_effort_does_not_wait_for_an_answer():
     assert usage.load.waited_s == 0.0
 
 
+def test_an_answer_that_cannot_make_a_load_cheaper_is_not_waited_for():
+    """Lesson 45: links are so slow that everything is computed whatever storage has, so the
+    request is computed before storage answers."""
+    harness = make_stored()
+    harness.runner.token_s, harness.copier.block_s = 1e-6, 1.0
+    for family in (8, 9):  # the loop measures during the first and prices from the second on
+        harness.run(make_request(f"b{family}", make_prompt(40, family=family), max_tokens=1))
+    harness.workers.held = True
+
+    harness.run_until("a", make_request("a", PROMPT, max_tokens=1), max_steps=3)
+
+    assert any(isinstance(task.plan, Lookup) for task in harness.workers.tasks)
+    usage = harness.usages["a"]
+    assert usage.load is not None
+    assert usage.load.waited_s == 0.0
+
+
 def test_best_effort_does_not_wait_for_a_read():
     """Lesson 45: blocks read meanwhile arrive on the host, for the next request."""
     settings = {"load_policy": "best_effort", "max_num_seqs": 1}
@@ -449,3 +466,22 @@ def test_writes_that_never_return_hold_a_bounded_number_of_blocks(
         harness.steps(3)
 
     assert sum(plan.num_blocks for plan in hung) == 2
+
+
+@pytest.mark.parametrize(("block_s", "num_blocks"), [(0.1, 2), (1.0, 1), (0.001, 8)])
+def test_no_more_is_written_at_once_than_the_link_writes_in_a_quarter_of_a_second(
+    block_s, num_blocks
+):
+    """Lesson 13: blocks that are being written cannot be evicted, so on a slow link they would
+    delay admissions."""
+    harness = Harness(num_blocks=64, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH)
+    harness.copier.block_s = block_s
+    for family in (8, 9):
+        harness.run(make_request(f"b{family}", make_prompt(40, family=family), max_tokens=1))
+    harness.copier.held = True
+
+    harness.run_until("a", make_request("a", PROMPT, max_tokens=1))
+    harness.step()
+
+    jobs = [job for job, _ in harness.copier.pending.values()]
+    assert sum(job.num_blocks for job in jobs) == num_blocks

@@ -24,8 +24,8 @@ _H200_8B = Machine(
         context_token_s=3.12e-8,
     ),
     links={
-        "device_to_host": LinkCost(bytes_s=55e9, latency_s=2e-5, step_share=0.008),
-        "host_to_device": LinkCost(bytes_s=55e9, latency_s=2e-5, step_share=0.032),
+        "device_to_host": LinkCost(bytes_s=55e9, latency_s=2e-5, max_jobs=1, step_share=0.008),
+        "host_to_device": LinkCost(bytes_s=55e9, latency_s=2e-5, max_jobs=1, step_share=0.032),
         "host_to_storage": LinkCost(bytes_s=1.1e9, latency_s=1e-3, max_jobs=2),
         "storage_to_host": LinkCost(bytes_s=1.8e9, latency_s=1e-3, max_jobs=2),
         "lookup": LinkCost(bytes_s=1e9, latency_s=5e-4, max_jobs=2),

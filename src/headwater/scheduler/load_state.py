@@ -33,6 +33,9 @@ class MeasuredRates:
     storage: LinkRate | None = None
     """Speed of loads from storage to host."""
 
+    offload: LinkRate | None = None
+    """From device to host."""
+
 
 class LowerTierMatch(NamedTuple):
     """Cached blocks below the device, in position order: those on the host come first."""
@@ -184,6 +187,7 @@ class SequenceLoad:
         "ended",
         "is_asking",
         "job",
+        "needs_answer",
         "num_jobs",
         "policy",
         "shortfall",
@@ -197,6 +201,8 @@ class SequenceLoad:
         """Longest wait; not for the policy `wait`."""
         self.is_asking = False
         """Whether storage has not answered yet."""
+        self.needs_answer = False
+        """Whether the sequence waits for that answer."""
         self.device_blocks = 0
         """Blocks found on the device when the decision was made; `below` follow them."""
         self.below = LowerTierMatch()

@@ -143,14 +143,18 @@ class KVLoader:
             return False
         longest = (sequence.num_tokens - 1) // self._cache.block_tokens
         path = sequence.path()
-        if not longest or self._cache.match(path, max_blocks=longest).num_blocks == longest:
+        if not longest:
+            return False
+        match = self._cache.match(path, max_blocks=longest)
+        if match.num_blocks == longest:
             return False
         mean = self._mean_tokens or sequence.num_tokens
         self._mean_tokens = mean + (sequence.num_tokens - mean) / _MEAN_OF
         load = sequence.load = self._make_load(sequence)
         load.is_asking = True
+        load.needs_answer = self._needs_answer(load, match, longest)
         self._questions.append(StorageLookup(path, longest, sequence, load))
-        return load.policy != "best_effort"
+        return load.needs_answer
 
     def adopt(self, plan: LoadJob) -> None:
         """Hand `plan` to the loop. Other sequences that need its blocks may wait for it."""
@@ -169,7 +173,7 @@ class KVLoader:
         if now >= load.until_s:
             return False
         if load.is_asking:
-            return load.policy != "best_effort"
+            return load.needs_answer
         return load.job is not None and (
             load.policy != "best_effort" or load.job.source is not Tier.STORAGE
         )
@@ -198,7 +202,7 @@ class KVLoader:
             load.ended = "timeout"
             return False
         if load.is_asking:
-            return fits and load.policy != "best_effort"
+            return fits and load.needs_answer
         return self._brings(sequence, load, match, fits=fits, now=now) and fits
 
     def take_plans(self, now: float) -> list[LoadJob | Lookup]:
@@ -284,6 +288,15 @@ class KVLoader:
             self._timeout_s if timeout_s is None else timeout_s,
         )
 
+    def _needs_answer(self, load: SequenceLoad, match: Match, longest: int) -> bool:
+        """Whether a load may be chosen if storage has all the blocks that memory lacks. If not,
+        its answer is not worth a wait, not even of one step."""
+        if load.policy == "best_effort":
+            return False
+        host = match.host_blocks
+        below = LowerTierMatch(host, longest - match.device_blocks - host)
+        return self._choose(load, below, match, ahead=True).num_blocks > host
+
     def _wants(self, load: SequenceLoad, match: Match, *, ahead: bool = False) -> bool:
         """Whether more of `match` should be loaded. The decision is made at the first call.
         `ahead` means that the sequence has just entered the queue."""
@@ -292,14 +305,15 @@ class KVLoader:
         if load.choice is None:
             load.device_blocks = match.device_blocks
             load.below = LowerTierMatch(match.host_blocks, match.storage_blocks)
-            load.choice = self._choose(load, match, ahead=ahead)
+            load.choice = self._choose(load, load.below, match, ahead=ahead)
             self.choices[load.choice.reason] += 1
         if match.device_blocks < load.device_blocks + load.choice.num_blocks:
             return True
         return load.policy == "best_effort" and match.storage_blocks > 0
 
-    def _choose(self, load: SequenceLoad, match: Match, *, ahead: bool) -> LoadDecision:
-        found = load.below
+    def _choose(
+        self, load: SequenceLoad, found: LowerTierMatch, match: Match, *, ahead: bool
+    ) -> LoadDecision:
         if load.policy in ("wait", "deadline"):
             return LoadDecision(num_blocks=found.num_blocks, reason=f"policy_{load.policy}")
         if load.policy == "best_effort":
@@ -382,4 +396,4 @@ class KVLoader:
 def _expects_answer(load: SequenceLoad, now: float) -> bool:
     """Whether storage was asked so recently that it is too early to examine the sequence."""
     late = load.asked_s is not None and now >= load.asked_s + ANSWER_S
-    return load.policy != "best_effort" and not late
+    return load.needs_answer and not late

@@ -22,7 +22,7 @@ from headwater.scheduler.load_state import PendingLoad
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence
-from headwater.types import Tier
+from headwater.types import LinkRate, Tier
 
 _OFFLOAD_SHARE = 8
 """One device block in this many may be written to the host at once: enough for the blocks of
@@ -31,6 +31,10 @@ several requests that end in one step, which are otherwise evicted unwritten."""
 _OFFLOAD_STEPS = 2
 """This many blocks may also be written at once: what this many steps compute. Writes are
 planned once per step, so a smaller number could not keep up."""
+
+_MAX_OFFLOAD_S = 0.25
+"""Never more than the link writes in this time. An admission may have to wait for the writes in
+flight: on a slow link, losing a block is better than a late first token."""
 
 _MAX_OFFLOAD_SHARE = 2
 """Never more than one device block in this many: sequences need the others."""
@@ -45,8 +49,8 @@ class OffloadPlanner:
         of_steps = _OFFLOAD_STEPS * config.max_batched_tokens // cache.block_tokens
         self._step_tokens = _OFFLOAD_STEPS * config.max_batched_tokens
         most = device_blocks // _MAX_OFFLOAD_SHARE
-        spare = max(device_blocks // _OFFLOAD_SHARE, min(of_steps, most), 1)
-        self._limits = {Tier.HOST: spare, Tier.STORAGE: config.max_write_blocks}
+        self._most_to_host = max(device_blocks // _OFFLOAD_SHARE, min(of_steps, most), 1)
+        self._limits = {Tier.HOST: self._most_to_host, Tier.STORAGE: config.max_write_blocks}
         self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
         """Blocks in flight to each tier. A running sum, because every step reads it."""
 
@@ -65,6 +69,13 @@ class OffloadPlanner:
         for plan in plans:
             self._num_blocks[plan.target] += plan.num_blocks
         return plans
+
+    def limit_to(self, rate: LinkRate | None) -> None:
+        """The link to the host was measured again."""
+        most = self._most_to_host
+        if rate is not None and most * rate.block_s > _MAX_OFFLOAD_S:
+            most = max(int(_MAX_OFFLOAD_S / rate.block_s), 1)
+        self._limits[Tier.HOST] = most
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
         """A write ended. A timed-out one counts until its executor is quiet: this bounds the
