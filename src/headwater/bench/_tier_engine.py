@@ -159,6 +159,26 @@ class TierEngine:
                     cached[number] = sum(output.usage.by_tier.values())
         return cached, [np.array(tokens, dtype=np.int32) for tokens in outputs]
 
+    def first_tokens(
+        self, prompts: list[Tokens], *, clients: int, max_tokens: int
+    ) -> list[float]:
+        """Serve `clients` requests at a time; return the seconds to the first token of each."""
+        added_s: dict[RequestId, float] = {}
+        first_s: dict[RequestId, float] = {}
+        waiting, alive = list(prompts), 0
+        while waiting or alive:
+            while waiting and alive < clients:
+                request = self._request(waiting.pop(0), max_tokens)
+                added_s[request.request_id] = self._clock.now()
+                self.core.add(request)
+                alive += 1
+            self.core.wait()
+            for output in self.core.step():
+                if output.tokens:
+                    first_s.setdefault(output.request_id, self._clock.now())
+                alive -= output.finish_reason is not None
+        return [first_s[number] - added_s[number] for number in added_s]
+
     def clear_device(self) -> None:
         """Evict every unused block from the device, and from no other tier."""
         cache = self.core._cache  # nothing in production empties one tier alone

@@ -9,6 +9,7 @@ The parts are:
 - the first token while the backend is stopped and its breaker is open, over no storage
 - sessions that do not fit on the device: the share of the possible hits that each turn finds
 - a simulated grid: first tokens when loads are priced, over always and never waiting
+- the same grid on the built-in model, in real time
 - with --trace: hits when storage accepts a quarter of what is computed, by order of writes
 
 The engine runs in this process. Backends whose server is not installed are left out.
@@ -33,13 +34,14 @@ from headwater.bench._storage_media import Media, open_media
 from headwater.bench._storage_order import measure_storage_order
 from headwater.bench._tier_engine import TierEngine, TierRun
 from headwater.bench._tier_pricing import measure_pricing
+from headwater.bench._tier_pricing_live import measure_live_pricing
 from headwater.bench._tier_sessions import measure_sessions
 from headwater.errors import ConfigError
 from headwater.types import Tokens
 
 _CAPACITY_BYTES = 2 << 30
 _TOGETHER = 50
-_PARTS = ("backends", "hits", "convoy", "all-miss", "hung", "sessions", "pricing")
+_PARTS = ("backends", "hits", "convoy", "all-miss", "hung", "sessions", "pricing", "pricing-live")
 _TRACE_PARTS = ("storage-order",)
 _MISS_KEYS = {"control": "_control", "default": "", "write_through": "_write_through"}
 """Engines that are compared with one without tiers, and the suffixes of their figures."""
@@ -75,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
         result |= _measure_sessions(options)
     if "pricing" in options.parts:
         result |= measure_pricing(quick=options.quick, say=_say)
+    if "pricing-live" in options.parts:
+        result |= _measure_live_pricing(options)
     if "storage-order" in options.parts:
         result |= _measure_storage_order(options)
     print_report("headwater bench tiers", result, as_json=options.json)
@@ -189,6 +193,22 @@ def _measure_sessions(options: Namespace) -> Result:
     folder = str(builtin.ensure())
     rounds = 1 if options.quick else 3
     return measure_sessions(load(folder), folder, rounds=rounds, say=_say)
+
+
+def _measure_live_pricing(options: Namespace) -> Result:
+    from headwater.device import builtin
+    from headwater.device.model import load
+
+    model = str(builtin.ensure())
+    with tempfile.TemporaryDirectory(prefix="headwater-live-", dir=options.dir) as folder:
+        return measure_live_pricing(
+            load(model),
+            {"model": model},
+            Path(folder),
+            rounds=options.rounds,
+            quick=options.quick,
+            say=_say,
+        )
 
 
 def _measure_storage_order(options: Namespace) -> Result:

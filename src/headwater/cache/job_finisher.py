@@ -131,7 +131,7 @@ class JobFinisher:
         """
         record.timed_out = True
         self._suspend_writes(record)
-        node, pinned = record.node, record.pins_path
+        node, pinned, cold = record.node, record.pins_path, record.is_still_cold
         tier_pool = self._tier_pools.get(plan.target)
         if tier_pool is not None:
             tier_pool.pool.move(plan.target_slots, SlotState.MOVING, SlotState.QUARANTINED)
@@ -141,7 +141,7 @@ class JobFinisher:
             self._writes.resume(each)
         self._residency.touch_host(node, now=now)
         if pinned and node is not None:
-            self._pins.unpin(node, now=now, cold=record.cold)
+            self._pins.unpin(node, now=now, cold=cold)
 
     def _attach(self, record: JobRecord, plan: TransferJob, arrived: int) -> int:
         """Make the first `arrived` blocks findable and free the other target slots."""
@@ -171,7 +171,7 @@ class JobFinisher:
     def _end(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:
         """Remove a job from the table, return its nodes to the host order, and release its
         pins."""
-        node, pinned = record.node, record.pins_path
+        node, pinned, cold = record.node, record.pins_path, record.is_still_cold
         self._jobs.remove(record)
         if plan.target is Tier.STORAGE:
             self._tier_pools[Tier.HOST].pool.end_read(plan.source_slots)
@@ -185,14 +185,14 @@ class JobFinisher:
             self._writes.resume(segment.node)
         self._mark_duplicates(record, plan)
         if pinned:
-            self._pins.unpin(node, now=now, cold=record.cold)
+            self._pins.unpin(node, now=now, cold=cold)
 
     def _mark_duplicates(self, record: JobRecord, plan: TransferJob) -> None:
         """Blocks of this job are on the device and on the host now."""
         window = self._writes.window
         if not window.is_enabled or Tier.DEVICE not in (plan.source, plan.target):
             return
-        if record.cold or window.has_everything:
+        if record.is_still_cold or window.has_everything:
             return  # the device evicts them soon, unless a lease pins them first
         for segment in record.segments:
             self._tier_pools[Tier.HOST].mark_duplicate(segment.node)

@@ -35,7 +35,10 @@ class JobRecord:
 
     cold: bool = False
     """The job copies the next victims of the device tier, which become victims again when it
-    ends."""
+    ends, unless they were used meanwhile."""
+
+    used: int = 0
+    """`used` of the last node when a `cold` job began."""
 
     timed_out: bool = False
     detached: bool = False
@@ -58,6 +61,11 @@ class JobRecord:
             and Tier.DEVICE in (plan.source, plan.target)
             and not self.detached
         )
+
+    @property
+    def is_still_cold(self) -> bool:
+        """Whether its node is a next victim of the device tier: nothing used it meanwhile."""
+        return self.cold and self.node is not None and self.node.used == self.used
 
     def divide(self, head: Node, tail: Node, at: int) -> None:
         """`tail` was split before its block `at`; `head` is the new node with the first part.

@@ -116,7 +116,7 @@ class TransferPlanner:
             )
             self._pins.pin(node)
             segments = [Segment(node, start, len(target))]
-            self._start(JobRecord(plan, segments, node, cold=is_next_victim))
+            self._start(JobRecord(plan, segments, node, cold=is_next_victim, used=node.used))
             plans.append(plan)
             limit -= plan.num_blocks
         return plans

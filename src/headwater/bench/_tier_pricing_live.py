@@ -1,0 +1,224 @@
+"""The grid of load policies on the built-in model: first tokens in real time.
+
+Sessions are computed, written to lower tiers and evicted from the upper ones; then all return.
+Three engines with the same weights, one for each load policy, serve each cell in turn. `slow`
+storage is the file backend behind a limit of bytes per second.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+
+from headwater.bench._tier_engine import TierEngine
+from headwater.bench._tier_pricing import POLICIES
+from headwater.storage import Opening, StorageBackend, open_storage
+from headwater.storage.base import BlockRead, BlockWrite, StorageStats
+from headwater.transfer.slab import slot_bytes
+from headwater.types import BlockKey, Tokens
+
+if TYPE_CHECKING:
+    from headwater.device.model import LoadedModel
+
+_SESSIONS = 12
+_ADDED = 32
+_BLOCK_TOKENS = 16
+_LENGTHS = (256, 1536)
+_CLIENTS = {"idle": 1, "loaded": 6}
+_SLOW_BYTES_S = 2e6
+"""A tenth or less of the speed at which the built-in model computes KV."""
+
+_WARM_ROUNDS = 1
+"""Rounds before the measured ones, in which the engines measure speeds."""
+
+
+class SlowStorage:
+    """A backend whose reads and writes take at least the time of a slow medium."""
+
+    def __init__(self, backend: StorageBackend, bytes_s: float) -> None:
+        self._backend = backend
+        self._bytes_s = bytes_s
+
+    @classmethod
+    def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
+        """Settings are those of the file backend, and `bytes_s`."""
+        inner = {name: value for name, value in settings.items() if name != "bytes_s"}
+        return cls(open_storage("file", inner, opening), settings["bytes_s"])
+
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
+        return self._backend.contains(runs, timeout_s=timeout_s)
+
+    def read(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BlockRead]:
+        time.sleep(sum(view.nbytes for view in into) / self._bytes_s)
+        return self._backend.read(keys, into, timeout_s=timeout_s)
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[memoryview],
+        *,
+        parents: Sequence[BlockKey],
+        timeout_s: float,
+    ) -> list[BlockWrite]:
+        return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
+
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
+        return self._backend.remove(keys, timeout_s=timeout_s)
+
+    def stats(self) -> StorageStats:
+        return self._backend.stats()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class LiveScenario(NamedTuple):
+    """One cell of the grid."""
+
+    tier: str
+    prompt_tokens: int
+    load: str
+    link: str
+
+    @property
+    def name(self) -> str:
+        return "/".join(map(str, self))
+
+
+def live_scenarios(*, quick: bool) -> Iterator[LiveScenario]:
+    """Tiers by prompt lengths by load; storage also on a slow link."""
+    lengths = _LENGTHS[:1] if quick else _LENGTHS
+    tiers = (("device", "fast"), ("host", "fast"), ("file", "fast"), ("file", "slow"))
+    for (tier, link), tokens, load in product(tiers, lengths, _CLIENTS):
+        yield LiveScenario(tier, tokens, load, link)
+
+
+def measure_live_pricing(
+    model: "LoadedModel",
+    settings: Mapping[str, Any],
+    folder: Path,
+    *,
+    rounds: int,
+    quick: bool,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """First token p50 and p95 of `priced` over the better of the others: medians of rounds."""
+    ratios: dict[str, dict[str, float]] = {}
+    first_ms: dict[str, dict[str, dict[str, float]]] = {}
+    for scenario in live_scenarios(quick=quick):
+        at = folder / scenario.name.replace("/", "-")
+        times = _measure_cell(scenario, model, settings, at, rounds)
+        first_ms[scenario.name] = times
+        ratios[scenario.name] = {
+            at: times["priced"][at] / min(times["wait"][at], times["best_effort"][at])
+            for at in ("p50", "p95")
+        }
+        say(f"pricing-live: {scenario.name} {ratios[scenario.name]}")
+    return {
+        "live_pricing_ratio": ratios,
+        "live_pricing_ratio_worst": {
+            at: max(row[at] for row in ratios.values()) for at in ("p50", "p95")
+        },
+        "live_pricing_first_token_ms": first_ms,
+    }
+
+
+def _measure_cell(
+    scenario: LiveScenario,
+    model: "LoadedModel",
+    settings: Mapping[str, Any],
+    folder: Path,
+    rounds: int,
+) -> dict[str, dict[str, float]]:
+    """p50 and p95 in milliseconds for each policy, as medians of the rounds."""
+    engines = {
+        policy: _engine(scenario, model, settings, folder / policy, policy)
+        for policy in POLICIES
+    }
+    seen: dict[str, list[tuple[float, float]]] = {policy: [] for policy in POLICIES}
+    for number in range(rounds + _WARM_ROUNDS):
+        for policy in POLICIES if number % 2 else reversed(POLICIES):
+            first_s = _play_round(scenario, engines[policy], seed=1000 * number)
+            if number >= _WARM_ROUNDS:
+                p50, p95 = np.percentile(first_s, (50, 95)).tolist()
+                seen[policy].append((1e3 * p50, 1e3 * p95))
+    for engine in engines.values():
+        engine.close()
+    return {
+        policy: {"p50": median(p50 for p50, _ in rows), "p95": median(p95 for _, p95 in rows)}
+        for policy, rows in seen.items()
+    }
+
+
+def _engine(
+    scenario: LiveScenario,
+    model: "LoadedModel",
+    settings: Mapping[str, Any],
+    folder: Path,
+    policy: str,
+) -> TierEngine:
+    """An engine whose tiers hold all sessions."""
+    per_session = -(-(scenario.prompt_tokens + _ADDED + 16) // _BLOCK_TOKENS)
+    num_blocks = 2 * _SESSIONS * per_session
+    block_bytes = slot_bytes(model.token_bytes * _BLOCK_TOKENS)
+    tiers: dict[str, Any] = {"swap_space_gib": 0.0}
+    if scenario.tier != "device":
+        tiers = {"swap_space_gib": num_blocks * block_bytes / (1 << 30)}
+    if scenario.tier == "file":
+        tiers |= _storage(scenario.link, folder)
+    return TierEngine(
+        model,
+        **settings,
+        **tiers,
+        num_blocks_override=num_blocks,
+        block_tokens=_BLOCK_TOKENS,
+        num_threads=1,
+        load_policy=policy,
+    )
+
+
+def _storage(link: str, folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "path": str(folder),
+        "capacity_bytes": 1 << 30,
+        "reserve_bytes": 0,
+    }
+    if link == "fast":
+        return {"storage_backend": "file", "storage_config": config}
+    return {
+        "storage_backend": f"{__name__}:SlowStorage",
+        "storage_config": config | {"bytes_s": _SLOW_BYTES_S},
+    }
+
+
+def _play_round(scenario: LiveScenario, engine: TierEngine, *, seed: int) -> list[float]:
+    """Seconds to the first token of each session that returns."""
+    prompts = [
+        engine.make_prompt(scenario.prompt_tokens, seed=seed + n) for n in range(_SESSIONS)
+    ]
+    engine.serve(prompts, max_tokens=1)
+    engine.drain()
+    if scenario.tier == "host":
+        engine.clear_device()
+    elif scenario.tier == "file":
+        engine.core.reset_cache()
+    longer = [
+        _joined(prompt, engine.make_prompt(_ADDED, seed=seed + 500 + n))
+        for n, prompt in enumerate(prompts)
+    ]
+    order = np.random.default_rng(seed).permutation(_SESSIONS).tolist()
+    first_s = engine.first_tokens(
+        [longer[n] for n in order], clients=_CLIENTS[scenario.load], max_tokens=8
+    )
+    engine.drain()
+    return first_s
+
+
+def _joined(*parts: Tokens) -> Tokens:
+    return np.concatenate(parts).astype(np.int32)
