@@ -264,3 +264,24 @@ def test_a_duplicate_above_host_blocks_leaves_the_host_last_of_the_duplicates():
     assert [len(slots) for slots in host] == [1, 1, 1]
     cache.release(lease, now=0.0)
     cache.check()
+
+
+def test_a_block_that_is_used_during_its_write_is_not_evicted_first():
+    """It was a next victim when the write began; then a request used it, so the others are
+    older."""
+    cache = make_cache(
+        3, host_blocks=8, write_policy=WritePolicy.WRITE_BACK, write_ahead_blocks=1
+    )
+    for number in (1, 2, 3):
+        serve(cache, make_path(number))
+    (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
+
+    serve(cache, make_path(1))
+    cache.finish_job(done(plan), now=0.0)
+    slots = cache.take(1, now=0.0)
+
+    assert slots is not None
+    assert blocks_by_tier(cache, make_path(1))[0] == 1
+    assert blocks_by_tier(cache, make_path(2))[0] == 0
+    cache.free(slots)
+    cache.check()
