@@ -26,7 +26,12 @@ the built-in model computes few tokens per block."""
 
 
 def measure_sessions(
-    model: "LoadedModel", folder: str, *, rounds: int, say: Callable[[str], None]
+    model: "LoadedModel",
+    folder: str,
+    *,
+    eviction: str,
+    rounds: int,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """`sessions_found`: cached tokens over possible ones, by round and turn."""
     block_bytes = slot_bytes(model.token_bytes * _BLOCK_TOKENS)
@@ -37,6 +42,7 @@ def measure_sessions(
         swap_space_gib=_HOST_BLOCKS * block_bytes / (1 << 30),
         num_threads=1,
         block_tokens=_BLOCK_TOKENS,
+        eviction=eviction,
     )
     found = []
     for number in range(rounds):

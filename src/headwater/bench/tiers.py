@@ -36,12 +36,22 @@ from headwater.bench._tier_engine import TierEngine, TierRun
 from headwater.bench._tier_pricing import measure_pricing
 from headwater.bench._tier_pricing_live import measure_live_pricing
 from headwater.bench._tier_sessions import measure_sessions
+from headwater.config import EVICTIONS
 from headwater.errors import ConfigError
 from headwater.types import Tokens
 
 _CAPACITY_BYTES = 2 << 30
 _TOGETHER = 50
-_PARTS = ("backends", "hits", "convoy", "all-miss", "hung", "sessions", "pricing", "pricing-live")
+_PARTS = (
+    "backends",
+    "hits",
+    "convoy",
+    "all-miss",
+    "hung",
+    "sessions",
+    "pricing",
+    "pricing-live",
+)
 _TRACE_PARTS = ("storage-order",)
 _MISS_KEYS = {"control": "_control", "default": "", "write_through": "_write_through"}
 """Engines that are compared with one without tiers, and the suffixes of their figures."""
@@ -192,7 +202,9 @@ def _measure_sessions(options: Namespace) -> Result:
 
     folder = str(builtin.ensure())
     rounds = 1 if options.quick else 3
-    return measure_sessions(load(folder), folder, rounds=rounds, say=_say)
+    return measure_sessions(
+        load(folder), folder, eviction=options.eviction, rounds=rounds, say=_say
+    )
 
 
 def _measure_live_pricing(options: Namespace) -> Result:
@@ -348,6 +360,12 @@ def _parser() -> ArgumentParser:
     )
     add(
         "--hung-prompts", type=int, default=100, help="prompts served while storage hangs (100)"
+    )
+    add(
+        "--eviction",
+        choices=EVICTIONS,
+        default="lru",
+        help="eviction policy of the sessions part (lru)",
     )
     add("--dir", metavar="PATH", help="folder of the file backend (a temporary one)")
     add(
