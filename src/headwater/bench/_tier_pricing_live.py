@@ -95,9 +95,11 @@ class LiveScenario(NamedTuple):
 
 def live_scenarios(*, quick: bool) -> Iterator[LiveScenario]:
     """Tiers by prompt lengths by load; storage also on a slow link."""
-    lengths = _LENGTHS[:1] if quick else _LENGTHS
     tiers = (("device", "fast"), ("host", "fast"), ("file", "fast"), ("file", "slow"))
-    for (tier, link), tokens, load in product(tiers, lengths, _CLIENTS):
+    lengths, loads = _LENGTHS, tuple(_CLIENTS)
+    if quick:
+        tiers, lengths, loads = tiers[3:], lengths[:1], loads[:1]
+    for (tier, link), tokens, load in product(tiers, lengths, loads):
         yield LiveScenario(tier, tokens, load, link)
 
 
