@@ -5,7 +5,7 @@ Three engines with the same weights, one for each load policy, serve each cell i
 storage is the file backend behind a limit of bytes per second.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -93,14 +93,14 @@ class LiveScenario(NamedTuple):
         return "/".join(map(str, self))
 
 
-def live_scenarios(*, quick: bool) -> Iterator[LiveScenario]:
+def live_scenarios() -> dict[str, LiveScenario]:
     """Tiers by prompt lengths by load; storage also on a slow link."""
     tiers = (("device", "fast"), ("host", "fast"), ("file", "fast"), ("file", "slow"))
-    lengths, loads = _LENGTHS, tuple(_CLIENTS)
-    if quick:
-        tiers, lengths, loads = tiers[3:], lengths[:1], loads[:1]
-    for (tier, link), tokens, load in product(tiers, lengths, loads):
-        yield LiveScenario(tier, tokens, load, link)
+    made = (
+        LiveScenario(tier, tokens, load, link)
+        for (tier, link), tokens, load in product(tiers, _LENGTHS, _CLIENTS)
+    )
+    return {scenario.name: scenario for scenario in made}
 
 
 def measure_live_pricing(
@@ -108,14 +108,14 @@ def measure_live_pricing(
     settings: Mapping[str, Any],
     folder: Path,
     *,
+    scenarios: Sequence[LiveScenario],
     rounds: int,
-    quick: bool,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """First token p50 and p95 of `priced` over the better of the others: medians of rounds."""
     ratios: dict[str, dict[str, float]] = {}
     first_ms: dict[str, dict[str, dict[str, float]]] = {}
-    for scenario in live_scenarios(quick=quick):
+    for scenario in scenarios:
         at = folder / scenario.name.replace("/", "-")
         times = _measure_cell(scenario, model, settings, at, rounds)
         first_ms[scenario.name] = times

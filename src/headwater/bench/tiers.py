@@ -34,7 +34,7 @@ from headwater.bench._storage_media import Media, open_media
 from headwater.bench._storage_order import measure_storage_order
 from headwater.bench._tier_engine import TierEngine, TierRun
 from headwater.bench._tier_pricing import measure_pricing
-from headwater.bench._tier_pricing_live import measure_live_pricing
+from headwater.bench._tier_pricing_live import live_scenarios, measure_live_pricing
 from headwater.bench._tier_sessions import measure_sessions
 from headwater.config import EVICTIONS
 from headwater.errors import ConfigError
@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if options.quick:
         options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
         options.backends, options.hung_calls = ["memory"], ["contains"]
+        options.live_cells = ["file/256/idle/slow"]
     options.folder = _model(options)
     result: Result = {}
     with tempfile.TemporaryDirectory(prefix="headwater-tiers-", dir=options.dir) as name:
@@ -217,8 +218,8 @@ def _measure_live_pricing(options: Namespace) -> Result:
             load(model),
             {"model": model},
             Path(folder),
+            scenarios=[live_scenarios()[name] for name in options.live_cells],
             rounds=options.rounds,
-            quick=options.quick,
             say=_say,
         )
 
@@ -360,6 +361,14 @@ def _parser() -> ArgumentParser:
     )
     add(
         "--hung-prompts", type=int, default=100, help="prompts served while storage hangs (100)"
+    )
+    add(
+        "--live-cells",
+        nargs="+",
+        choices=list(live_scenarios()),
+        default=list(live_scenarios()),
+        metavar="TIER/TOKENS/LOAD/LINK",
+        help="cells of pricing-live (all)",
     )
     add(
         "--eviction",
