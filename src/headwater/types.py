@@ -39,6 +39,13 @@ class LinkRate(NamedTuple):
 
     latency_s: float
     block_s: float
+    num_parallel: int = 1
+    """Jobs that it carries at once. The measured times are those of jobs beside others."""
+
+    def job_s(self, num_blocks: float, num_queued: float) -> float:
+        """Expected seconds of a job of `num_blocks`, after `num_queued` blocks of others."""
+        blocks = num_queued / self.num_parallel + num_blocks
+        return self.latency_s + blocks * self.block_s
 
 
 class Tier(IntEnum):

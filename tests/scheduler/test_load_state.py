@@ -147,7 +147,10 @@ def test_a_link_without_measurements_is_tried():
     assert make_choice(LowerTierMatch(4, 4)).num_blocks == 8
 
 
-links = st.one_of(st.none(), st.builds(LinkRate, st.floats(0, 0.1), st.floats(0, 0.05)))
+links = st.one_of(
+    st.none(),
+    st.builds(LinkRate, st.floats(0, 0.1), st.floats(0, 0.05), st.integers(1, 4)),
+)
 
 
 @search(examples=200)
@@ -179,3 +182,11 @@ def test_no_choice_is_dearer_than_loading_or_computing_all(
     assert wait_s <= max_wait_s
     assert cost <= found.num_blocks * 0.01 + 1e-9
     assert whole_s > max_wait_s or cost <= whole_s + 1e-9
+
+
+def test_a_queue_is_shorter_on_a_link_that_carries_several_jobs_at_once():
+    """Blocks of others leave by two jobs; the job itself takes as long as it was measured."""
+    one, two = LinkRate(0.5, 0.1), LinkRate(0.5, 0.1, num_parallel=2)
+
+    assert one.job_s(4, num_queued=8) == pytest.approx(0.5 + 1.2)
+    assert two.job_s(4, num_queued=8) == pytest.approx(0.5 + 0.8)

@@ -201,6 +201,7 @@ class SimStorage:
         self._links = links
         self._clock = clock
         self._block_bytes = block_bytes
+        self.num_parallel = links["storage_to_host"].cost.max_jobs or 1
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Put each job on its link. Which keys are present is decided when it arrives."""

@@ -138,19 +138,18 @@ def load_s(
     seconds = 0.0
     stored = count - found.host
     if stored > 0 and rates.storage is not None:
-        latency_s, block_s = rates.storage
-        seconds += latency_s + (queued.storage + stored) * block_s
+        seconds += rates.storage.job_s(stored, queued.storage)
     if rates.host is not None:
-        latency_s, block_s = rates.host
-        seconds += latency_s + (queued.host + count) * block_s
+        seconds += rates.host.job_s(count, queued.host)
     return seconds
 
 
 def _link_s(count: int, found: LowerTierMatch, rates: MeasuredRates) -> float:
     """Seconds for which the first `count` blocks below the device occupy the slowest link."""
-    stored_s = (
-        0.0 if rates.storage is None else max(count - found.host, 0) * rates.storage.block_s
-    )
+    stored_s = 0.0
+    if rates.storage is not None:
+        _, block_s, num_parallel = rates.storage
+        stored_s = max(count - found.host, 0) * block_s / num_parallel
     host_s = 0.0 if rates.host is None else count * rates.host.block_s
     return max(stored_s, host_s)
 

@@ -382,8 +382,7 @@ class KVLoader:
         rate = self.rates.host if job.source is Tier.HOST else self.rates.storage
         if rate is None:
             return None
-        blocks = self._queued[job.source] + job.num_blocks
-        return now, rate.latency_s + blocks * rate.block_s
+        return now, rate.job_s(job.num_blocks, self._queued[job.source])
 
     def _carries(self, plan: LoadJob, sequence: Sequence, *, whole: bool) -> bool:
         """Whether `sequence` may compute during `plan`: the plan loads everything that is to be

@@ -86,6 +86,9 @@ class DeviceCopier(Protocol):
 class StorageExecutor(Protocol):
     """Executes plans that read, write or query storage: threads, or a simulation."""
 
+    num_parallel: int
+    """Plans of one kind that it executes at once."""
+
     def start(self, tasks: Sequence[Task]) -> None:
         """Start all plans of one step as soon as threads are free. `report` is called once for
         each plan, when it ends."""
@@ -270,8 +273,11 @@ class Mover:
         busy = totals is not None and totals.in_flight > 0
         for name in (link, "_to_".join(reversed(link.split("_to_")))):
             meter = self._meters.get(name)
-            if meter is not None:
-                return meter.rate(now=now, busy=busy)
+            rate = None if meter is None else meter.rate(now=now, busy=busy)
+            if rate is not None:
+                if "storage" in link and self._workers is not None:
+                    rate = rate._replace(num_parallel=self._workers.num_parallel)
+                return rate
         return None
 
     def storage_stats(self) -> StorageStats | None:

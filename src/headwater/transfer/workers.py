@@ -67,6 +67,7 @@ class StorageWorkers:
         self.slab = slab
         self._clock = clock
         self._num_threads = num_threads
+        self.num_parallel = max(num_threads, 1)
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         self._lock = Lock()
         self._num_alive = dict.fromkeys(_KINDS, 0)
