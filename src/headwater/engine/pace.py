@@ -166,7 +166,7 @@ class RateEstimator:
             prefill_tokens_s=self._tokens / self._seconds if self._seconds > 0 else None,
             host=mover.rate("host_to_device", now=now),
             storage=mover.rate("storage_to_host", now=now),
-            offload=mover.rate("device_to_host", now=now),
+            offload_blocks_s=mover.fastest_blocks_s("device_to_host"),
         )
 
     def _end_step(self, now: float) -> None:

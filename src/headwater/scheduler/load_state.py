@@ -33,8 +33,9 @@ class MeasuredRates:
     storage: LinkRate | None = None
     """Speed of loads from storage to host."""
 
-    offload: LinkRate | None = None
-    """From device to host."""
+    offload_blocks_s: float | None = None
+    """Blocks per second from device to host, in the fastest job so far: the mean of a CPU's small
+    copies says more about waiting threads than about the link."""
 
 
 class LowerTierMatch(NamedTuple):

@@ -22,7 +22,7 @@ from headwater.scheduler.load_state import PendingLoad
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence
-from headwater.types import LinkRate, Tier
+from headwater.types import Tier
 
 _OFFLOAD_SHARE = 8
 """One device block in this many may be written to the host at once: enough for the blocks of
@@ -70,12 +70,11 @@ class OffloadPlanner:
             self._num_blocks[plan.target] += plan.num_blocks
         return plans
 
-    def limit_to(self, rate: LinkRate | None) -> None:
-        """The link to the host was measured again."""
-        most = self._most_to_host
-        if rate is not None and most * rate.block_s > _MAX_OFFLOAD_S:
-            most = max(int(_MAX_OFFLOAD_S / rate.block_s), 1)
-        self._limits[Tier.HOST] = most
+    def limit_to(self, blocks_s: float | None) -> None:
+        """The link to the host writes up to `blocks_s`; None before the first write."""
+        if blocks_s is not None:
+            most = max(int(_MAX_OFFLOAD_S * blocks_s), 1)
+            self._limits[Tier.HOST] = min(self._most_to_host, most)
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
         """A write ended. A timed-out one counts until its executor is quiet: this bounds the

@@ -203,7 +203,7 @@ class Scheduler:
     def learn(self, rates: MeasuredRates) -> None:
         """Use these measured rates to decide between loading and recomputing."""
         self._loader.rates = rates
-        self._offloads.limit_to(rates.offload)
+        self._offloads.limit_to(rates.offload_blocks_s)
 
     def learn_costs(self, costs: StepCosts) -> None:
         """Use these measured costs to choose how many prompt tokens a step computes."""

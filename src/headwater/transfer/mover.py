@@ -280,6 +280,11 @@ class Mover:
                 return rate
         return None
 
+    def fastest_blocks_s(self, link: str) -> float | None:
+        """Blocks per second of the fastest job on `link`; None before the first."""
+        totals = self.links.get(link)
+        return None if totals is None else totals.fastest_blocks_s or None
+
     def storage_stats(self) -> StorageStats | None:
         """Statistics of storage; None without storage."""
         return None if self._workers is None else self._workers.stats()
