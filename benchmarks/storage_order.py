@@ -59,7 +59,7 @@ class Trace:
 
     def _request_traits(self) -> list[tuple[int, ...]]:
         turns: list[int] = []
-        traits = []
+        traits: list[tuple[int, ...]] = []
         for number, request in enumerate(self.requests):
             known = [b for b in request["hash_ids"] if self.uses[b][0] < number]
             turn, gap_s = 1, -1.0

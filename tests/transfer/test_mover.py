@@ -21,7 +21,7 @@ from headwater.testing.runners import EchoRunner
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import Mover, TransferConfig
 from headwater.transfer.slab import HostSlab
-from headwater.types import EMPTY, BlockKey, JobId, Tier
+from headwater.types import EMPTY, BlockKey, JobId, LinkRate, Tier
 
 SCHEME = KeyScheme(block_tokens=4)
 
@@ -218,7 +218,7 @@ def test_a_rate_comes_from_jobs_that_ended_well():
     report(JobCompletion(JobId(1), JobStatus.DONE, 2, busy_s=0.5))
     harness.take()
 
-    assert harness.mover.rate("host_to_device", now=0.0) == (0.0, 0.25)
+    assert harness.mover.rate("host_to_device", now=0.0) == LinkRate(0.0, 0.25)
     assert harness.mover.rate("storage_to_host", now=0.0) is None
 
 
