@@ -26,7 +26,8 @@ install_headwater() {  # $1: extras
   done
   [ -x .venv/bin/python ] || { say "creating .venv"; "$PYTHON" -m venv .venv; }
   # torch first and alone: a dependency asking for "torch" would otherwise bring CUDA builds.
-  say "installing torch (a few hundred MB the first time)"
+  say "installing torch: on PyPI with CUDA's libraries, some GB. Without a GPU, 200 MB are enough:"
+  say "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash $0"
   .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch \
     || die "could not install torch; see pip's message above"
   say "installing headwater[$1]"

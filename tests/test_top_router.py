@@ -4,7 +4,11 @@ import json
 import ssl
 import threading
 from contextlib import contextmanager
+from http.client import RemoteDisconnected
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.error import URLError
+
+import pytest
 
 from headwater.cli import main
 
@@ -110,6 +114,31 @@ def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):
     assert "see --ssl-ca-certs" in capsys.readouterr().err
     assert main(["top", url, "--once", "--ssl-ca-certs", "absent.pem"]) == 1
     assert "absent.pem cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (
+            URLError(ConnectionRefusedError(111, "Connection refused")),
+            "answer: Connection refused",
+        ),
+        (RemoteDisconnected("closed"), "closed; write https:// if the server uses TLS"),
+        (URLError("CERTIFICATE_VERIFY_FAILED"), "see --ssl-ca-certs"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_one_sentence(fault, sentence, capsys, monkeypatch):
+    """Without Python's wrapping, and with what may help."""
+
+    def fail(*_, **__):
+        raise fault
+
+    monkeypatch.setattr("headwater.cli.top.urlopen", fail)
+    assert main(["top", "http://127.0.0.1:9", "--once"]) == 1
+
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "urlopen" not in said
 
 
 def test_json_of_a_router_is_its_instances(capsys):

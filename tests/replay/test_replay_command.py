@@ -9,6 +9,7 @@ from headwater.cli import main
 from headwater.cli.machine_flags import PRESET_NAMES
 from headwater.cli.replay import ROUTERS
 from headwater.disagg.routing import POLICIES
+from headwater.replay import charts
 from headwater.replay.calibrate import calibrated
 from headwater.replay.presets import PRESETS, preset
 from headwater.replay.workload import at_speed, scaled
@@ -66,6 +67,15 @@ def test_the_table_says_where_tokens_came_from(trace, capsys):
     assert printed.err == ""
 
 
+def test_every_computed_token_has_a_reason(trace, capsys):
+    """Also those behind the last whole block, so that the rows of the table add up."""
+    assert main(["replay", trace, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+
+    missed = report["missed_tokens_by_reason"]
+    assert sum(missed.values()) == report["tokens_by_source"]["computed"]
+
+
 def test_the_report_has_the_roles_and_their_hand_offs(trace, capsys):
     """Hand-offs are in the table and in the JSON."""
     assert main(["replay", trace, "--pd", "1:2"]) == 0
@@ -91,6 +101,23 @@ def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys
     assert drawn == (tmp_path / "one.svg").read_bytes()
     assert main(["replay", trace, "--picture", str(tmp_path / "one.gif")]) == 1
     assert ".png or .svg" in capsys.readouterr().err
+
+
+def test_nothing_is_drawn_where_no_request_was(tmp_path, capsys):
+    """Sources of prompts have no values between two bursts, so that no line joins them."""
+    pytest.importorskip("matplotlib")
+    shape = {"input_length": 1000, "output_length": 1, "hash_ids": [0, 1]}
+    rows = [{"timestamp": at, **shape} for at in (0, 100, 600_000)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["replay", str(trace), "--json"]) == 0
+    series = json.loads(capsys.readouterr().out)["hits_over_time"]
+    figure = charts.new_figure(rows=1, columns=1)
+    charts._draw_hits(figure.axes[0], series)
+
+    bursts = sum(map(bool, series["prompt"]))
+    assert bursts == 2
+    assert [len(bars) for bars in figure.axes[0].containers] == [bursts, bursts]
 
 
 @pytest.mark.parametrize("command", ["replay", "plan"])

@@ -205,8 +205,9 @@ def test_a_router_that_was_paused_does_not_lose_its_instances(caplog):
     assert "router was paused: paused_s=59.8" in caplog.text
 
 
-def test_a_lost_instance_is_listed_until_it_returns_or_is_old():
-    """A silent instance is listed for ten minutes; one that drained, or is back, is not."""
+def test_a_lost_instance_is_listed_until_it_returns_or_is_old(caplog):
+    """A silent instance is listed for ten minutes; one that drained, or is back, is not, and the
+    end of a drained one is no warning."""
     clock = VirtualClock()
     observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
     registry = Registry(RouterConfig(peer_token="t" * 32), clock, observer)
@@ -232,6 +233,8 @@ def test_a_lost_instance_is_listed_until_it_returns_or_is_old():
         registry.expire()
 
     assert sorted(entry.name for entry in registry.lost) == ["one", "two"]
+    assert "instance removed, no heartbeat: name=one" in caplog.text
+    assert "name=three" not in caplog.text
     assert registry.is_away("e")
     register("one", 1)
     assert [entry.name for entry in registry.lost] == ["two"]

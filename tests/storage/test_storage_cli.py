@@ -134,7 +134,7 @@ def test_prune_deletes_only_slabs_without_an_owner(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["ls", "/no/such"], "/no/such is not a directory"),
+        (["ls", "/no/such"], "/no/such does not exist"),
         (["stats", "{empty}"], "is not a storage directory"),
         (["prune", "{directory}"], "say what to prune"),
         (["prune", "{directory}", "--to", "lots"], "is not a number of bytes"),

@@ -63,6 +63,12 @@ HEAD = (
     *("ttft p50 ms", "ttft p99 ms", "itl p50 ms", "cached", "decide", "waited", "tokens/cpu s"),
 )
 
+LEGEND = """\
+  at once: clients; cached: share of prompt tokens found in the cache; decide: share of the
+  engine's step time for scheduling; waited: share of the run in which the engine waited for a
+  core (close to 0 on a machine of its own); tokens/cpu s: output tokens per second of processor
+  time. Compare the rows of one workload with and without the cache."""
+
 Row = dict[str, Any]
 
 
@@ -305,6 +311,7 @@ def _say(line: str) -> None:
 
 def _print_table(result: dict[str, Any]) -> None:
     print("headwater bench serve")
+    print(LEGEND)
     print("".join(f"{name:>14}" for name in HEAD))
     for row in result["rows"]:
         print("".join(f"{_shown(value):>14}" for value in row.values()))

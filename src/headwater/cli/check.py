@@ -265,10 +265,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"{'KV':10}{kv['token_bytes']:,} bytes per token ({shape}{kv['head_dim']} numbers x "
             f"{kv['element_bytes']} bytes)"
         ),
-        (
-            f"{'':10}{kv['block_bytes'] / (1 << 20):.2f} MiB per block of "
-            f"{kv['block_tokens']} tokens"
-        ),
+        f"{'':10}{kv['block_bytes'] / (1 << 20):.2f} MiB per block of {kv['block_tokens']} tokens",
         (
             f"{'context':10}{report['max_model_len']:,} tokens: "
             f"{_gib(report['max_model_len'] * kv['token_bytes'])} of KV"

@@ -10,7 +10,7 @@ FOREIGN_FLAGS: dict[str, str] = {
     "--trust-remote-code": "no code from a model directory is ever run; the supported model families are built in",
     "--tokenizer": "the tokenizer is read from the model directory; put its files there",
     "--tokenizer-mode": "tokenizers are fast ones from tokenizer.json; leave the flag out",
-    "--download-dir": "models are directories on disk; give the directory as MODEL",
+    "--download-dir": "models of the hub are stored in the cache of Hugging Face; set HF_HOME to move it",
     "--hf-overrides": "config.json of the model directory is used as it is; edit a copy of it",
     "--chat-template": "the chat template is read from the model directory; put yours in tokenizer_config.json there",
     "--seed": "the seed belongs to a request: send `seed`",

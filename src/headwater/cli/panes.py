@@ -106,10 +106,11 @@ def _found_share(sources: Mapping[str, float]) -> float | None:
 
 
 def _sources(sources: Mapping[str, float]) -> Text:
-    """Where prompt tokens came from, as one bar."""
+    """Where prompt tokens came from, as one bar. Computed ones differ without colours, too."""
     bar, total = Text(), sum(sources.values())
     for name in SOURCES if total else ():
-        bar.append("█" * round(_BAR * sources.get(name, 0) / total), _COLOURS[name])
+        tick = "░" if name == "computed" else "█"
+        bar.append(tick * round(_BAR * sources.get(name, 0) / total), _COLOURS[name])
     return bar
 
 

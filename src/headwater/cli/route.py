@@ -115,6 +115,7 @@ Headwater router is ready at {url}
 try:
   headwater serve --port 0 --router {url}
   curl {url}/instances
+  {url}/dashboard in a browser
 stop with Ctrl-C"""
 
 

@@ -234,6 +234,8 @@ Headwater {__version__} is ready at {serving.url}
 try:
   {curl} {serving.url}/v1/chat/completions -d '{body}'
   {curl} {serving.url}/cache
+  headwater top {serving.url}
+  {serving.url}/dashboard in a browser
 stop with Ctrl-C"""
 
 

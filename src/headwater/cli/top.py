@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
 from collections import deque
 from http import HTTPStatus
+from http.client import RemoteDisconnected
 from threading import Event
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
@@ -151,8 +152,18 @@ class StatusClient:
                     f"{self.url} answers {exc.code} {exc.reason}{hint}", status=exc.code
                 ) from exc
         except (URLError, OSError, ValueError) as exc:
-            hint = "; see --ssl-ca-certs" if "CERTIFICATE_VERIFY_FAILED" in str(exc) else ""
-            raise Unreachable(f"{self.url} does not answer: {exc}{hint}") from exc
+            raise Unreachable(f"{self.url} does not answer: {_reason(exc)}") from exc
+
+
+def _reason(exc: Exception) -> str:
+    """Why a request failed, and what may help."""
+    reason = exc.reason if isinstance(exc, URLError) else exc
+    text = getattr(reason, "strerror", None) or str(reason)
+    if "CERTIFICATE_VERIFY_FAILED" in str(reason):
+        return f"{text}; see --ssl-ca-certs"
+    if isinstance(reason, RemoteDisconnected):
+        return f"{text}; write https:// if the server uses TLS"
+    return text
 
 
 class RouterWatcher:

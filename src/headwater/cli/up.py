@@ -348,6 +348,7 @@ try:
   {curl} {url}/instances
   headwater top {url}
   headwater status{cluster}
+  {url}/dashboard in a browser
 add or replace an instance:
   {shlex.join(_by_hand(members, token))}
 stop with Ctrl-C or headwater down{cluster}"""

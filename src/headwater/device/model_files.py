@@ -51,9 +51,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json. Raises ModelError if something is wrong with it."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(
-            f"{folder} is not a model folder: it has no config.json; give another path"
-        )
+        if not folder.exists():
+            raise ModelError(f"model folder {folder} does not exist")
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
     return read_object(path)
 
 

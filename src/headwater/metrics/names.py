@@ -9,6 +9,10 @@ from enum import Enum
 
 PREFIX = "headwater"
 
+LAST_BLOCK = "last_block"
+"""Reason of computed tokens when every block that can be found was found: the rest of the
+prompt is less than a block, or must be computed to get the first token."""
+
 
 class Kind(Enum):
     """Kinds of metrics."""

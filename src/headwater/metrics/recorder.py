@@ -16,10 +16,6 @@ from headwater.scheduler.request import SequenceOutput, Usage
 
 _BY_NAME = {metric.name: metric for metric in names.SERVER_METRICS}
 
-LAST_BLOCK = "last_block"
-"""Reason of computed tokens when every block that can be found was found: the rest of the
-prompt is less than a block, or must be computed to get the first token."""
-
 
 class Histogram:
     """Number of observations in each bucket, and their sum."""
@@ -180,7 +176,7 @@ class RequestTimer:
         recorder.observe(names.QUEUE, usage.queued_s)
         recorder.count(names.PROMPT_TOKENS_BY_SOURCE, usage.computed, "computed")
         if usage.computed:
-            reason = usage.miss_reason or LAST_BLOCK
+            reason = usage.miss_reason or names.LAST_BLOCK
             recorder.count(names.COMPUTED_TOKENS, usage.computed, reason)
         for tier, num_tokens in usage.by_tier.items():
             recorder.count(names.PROMPT_TOKENS_BY_SOURCE, num_tokens, tier)

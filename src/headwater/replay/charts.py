@@ -18,11 +18,13 @@ FORMATS = ("svg", "png")
 COLOURS = {
     "held": "#0b3c5d",
     "device": "#1b6ca8",
-    "host": "#3fa796",
-    "storage": "#e0a030",
+    "host": "#e0a030",
+    "storage": "#3fa796",
     "peer": "#8e5ea2",
     "computed": "#d7d9dc",
 }
+"""As on the dashboard: device blue, host orange, storage green."""
+
 SLO_COLOUR = "#c0392b"
 _SAVE: Mapping[str, Any] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": None}}}
 
@@ -97,7 +99,7 @@ def _draw_hits(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
     axes.set_ylim(0, 1)
     if not series:
         return
-    # Intervals without a first token have no sources.
+    # Intervals without a first token have no sources: nothing is drawn there.
     parts = [at for at, prompt in enumerate(series["prompt"]) if prompt]
     totals = np.array(series["prompt"])[parts]
     shares = {
@@ -107,11 +109,15 @@ def _draw_hits(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
     }
     shares["computed"] = 1.0 - sum(shares.values(), np.zeros(len(totals)))
     minutes = np.array(series["t_s"])[parts] / 60
-    colours = [COLOURS[name] for name in shares]
-    axes.stackplot(minutes, *shares.values(), labels=list(shares), colors=colours)
+    width = (series["t_s"][1] - series["t_s"][0]) / 60
+    bottom = np.zeros(len(totals))
+    for name, share in shares.items():
+        axes.bar(minutes, share, width, bottom, color=COLOURS[name], label=name)
+        bottom += share
     ceiling = np.array(series["reusable"])[parts] / totals
-    axes.plot(minutes, ceiling, color="#222222", linestyle="--", linewidth=1, label="ceiling")
-    axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
+    left, right = minutes - width / 2, minutes + width / 2
+    axes.hlines(ceiling, left, right, color="#222222", linewidth=1.2, label="ceiling")
+    axes.set_xlim(left[0], right[-1])
     _legend_above(axes)
 
 
@@ -127,14 +133,18 @@ def _draw_first_tokens(axes: "Axes", report: Report) -> None:
     axes.plot(seconds, [at / 100 for at in range(101)], color=COLOURS["device"])
     axes.set_xscale("log")
     for at, style in ((50, ":"), (99, "-.")):
-        label = f"p{at} {seconds[at]:.3g} s"
+        label = f"p{at} {_duration(seconds[at])}"
         axes.axvline(seconds[at], color="#666666", linewidth=1, linestyle=style, label=label)
     for name, bound in report.get("slo", {}).get("bounds", {}).items():
         if name.startswith("ttft"):
             limit_s = bound["limit_ms"] / 1e3
-            label = f"SLO {name} {limit_s:.3g} s"
+            label = f"SLO {name} {_duration(limit_s)}"
             axes.axvline(limit_s, color=SLO_COLOUR, linewidth=1.5, label=label)
     _legend_above(axes)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
@@ -170,7 +180,7 @@ def _draw_queue(axes: "Axes", report: Report) -> None:
     axes.set_xlabel("minutes")
     series = report["over_time"]
     minutes = [t / 60 for t in series["t_s"]]
-    axes.plot(minutes, series["waiting"], label="waiting", color=COLOURS["storage"])
+    axes.plot(minutes, series["waiting"], label="waiting", color=COLOURS["host"])
     axes.plot(minutes, series["running"], label="running", color=COLOURS["device"])
     axes.set_ylim(bottom=0)
     if minutes:

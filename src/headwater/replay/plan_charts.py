@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Read: TypeAlias = Callable[[Point], float]
 
 _OTHERS = "#b9bec4"
+_STAR = "#f4d03f"
 
 
 def draw_plan(plan: Plan, where: Path) -> list[Path]:
@@ -58,7 +59,9 @@ def _draw(
     axes: "Axes", points: Sequence[Point], tier: str, mark: tuple[Point, str], read: Read
 ) -> None:
     axes.set_xlabel(
-        f"GiB of {tier}{' of all instances' if tier == 'storage' else ' per instance'}"
+        "GiB of storage, shared by all instances"
+        if tier == "storage"
+        else f"GiB of {tier} memory per instance"
     )
     axes.set_title(f"{tier.capitalize()} memory" if tier != "storage" else "Storage")
     marked, label = mark
@@ -72,8 +75,9 @@ def _draw(
         style: dict[str, Any] = {"color": _OTHERS, "linewidth": 1.2, "zorder": 1}
         if is_marked:
             style = {"color": COLOURS[tier], "linewidth": 2.4, "zorder": 2}
+            style["label"] = f"other {tier} sizes"
         elif not named and len(groups) > 1:
-            style["label"], named = "other settings", True
+            style["label"], named = "all other settings", True
         axes.plot(
             [_size(p, tier) for p in group],
             [read(p) for p in group],
@@ -86,7 +90,7 @@ def _draw(
         [read(marked)],
         marker="*",
         markersize=17,
-        color=COLOURS["storage"],
+        color=_STAR,
         linestyle="",
         markeredgecolor="#222222",
         zorder=3,

@@ -62,7 +62,7 @@ def _row(point: Point, unit: _FirstTokenUnit) -> str:
         f"{point['itl_ms']['p99']:,.1f} ms",
         f"{point['throughput']:,.0f}",
         "" if slo is None else f"{100 * slo['good_share']:.1f} %",
-        "" if slo is None else "kept" if slo["met"] else "no",
+        "" if slo is None else "met" if slo["met"] else "no",
     ]
     return "".join(f"{cell:>11}" for cell in cells)
 

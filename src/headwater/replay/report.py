@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.metrics.names import LAST_BLOCK
 from headwater.replay.cost import GIB
 from headwater.replay.links import SharedLink
 from headwater.replay.request import SimRequest
@@ -107,7 +108,7 @@ def _hits(ended: Sequence[SimRequest], block_tokens: int) -> Report:
         sources.update(one.usage.by_tier)
         if one.usage.miss_reason is not None:
             reasons[one.usage.miss_reason] += 1
-            missed[one.usage.miss_reason] += one.usage.computed
+        missed[one.usage.miss_reason or LAST_BLOCK] += one.usage.computed
     prompt = sum(one.prompt_tokens for one in ended)
     found = sum(sources.values())
     blocks = sum(one.prompt_tokens // block_tokens for one in ended)

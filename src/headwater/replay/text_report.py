@@ -36,7 +36,7 @@ def report_table(report: Report) -> str:
     ):
         values = report[f"{name}_ms"]
         lines.append(f"  {label:<16}" + "".join(f"{values[one]:>12,.1f}" for one in _SHARED))
-    lines += ["", *_rates(report), "", *_link_rows(report)]
+    lines += ["", *_rates(report), *_link_rows(report)]
     if report["queue"]["overloaded"]:
         lines += ["", _OVERLOADED]
     if "slo" in report:
@@ -84,7 +84,7 @@ def _rates(report: Report) -> list[str]:
 def _link_rows(report: Report) -> list[str]:
     if not report["bytes_per_link"]:
         return []
-    lines = [f"  {'link':<16}{'GB':>12}{'busy':>12}"]
+    lines = ["", f"  {'link':<16}{'GB':>12}{'busy':>12}"]
     for link, moved in report["bytes_per_link"].items():
         busy = _percent(report["busy_share_per_link"][link])
         lines.append(f"  {link:<16}{moved / 1e9:>12,.2f}{busy:>12}")

@@ -128,13 +128,15 @@ class Registry:
         silent_s = self._clock.now() - self._config.forget_s
         expired = [entry for entry in self._instances.values() if entry.seen_s < silent_s]
         for entry in expired:
+            self._remove(entry)
+            if entry.is_draining:
+                log.info("instance removed, drained: name=%s", entry.name)
+                continue
             log.warning(
                 "instance removed, no heartbeat: name=%s silent_s=%.1f",
                 *(entry.name, self._clock.now() - entry.seen_s),
             )
-            self._remove(entry)
-            if not entry.is_draining:
-                self._lost.appendleft(entry)
+            self._lost.appendleft(entry)
         return expired
 
     def _forgive_own_pause(self) -> None:

@@ -23,7 +23,7 @@ async function look() {
 function showAll(now) {
   const { cache } = now, last = newest();
   setText("model", `${now.model} on ${now.device}${now.role === "mixed" ? "" : `, ${now.role} instance`}`);
-  setText("foot", `Headwater ${now.version}, up ${seconds(now.uptime_s)}, ${whole(now.engine.num_steps)} steps, ${share(now.engine.step_s ? now.engine.decide_s / now.engine.step_s : 0)} of them deciding. A block is ${cache.block_tokens} tokens, ${bytes(now.block_bytes)}.`);
+  setText("foot", `Headwater ${now.version}, up ${seconds(now.uptime_s)}, ${whole(now.engine.num_steps)} steps, ${share(now.engine.step_s ? now.engine.decide_s / now.engine.step_s : 0)} of their time for scheduling. A block is ${cache.block_tokens} tokens, ${bytes(now.block_bytes)}.`);
   showTiles(now, last);
   showCharts();
   showTiers(cache, now.block_bytes);

@@ -5,6 +5,7 @@ import { showHandoffs } from "./handoffs.js";
 import { ask, hintScroll, say, watch } from "./shell.js";
 
 const HEADS = ["instance", "role", "state", "tokens/s", "prompt/s", "found", "first p50", "p99", "between p50", "p99", "running", "waiting", "leases", "from here", "promised", "cache", "blocks", "gaps", "group", "seen"];
+let heads = HEADS; // without "group" while all instances are of one
 const WORDS = new Set(["instance", "role", "state", "cache", "group"]);
 
 watch(async () => {
@@ -12,6 +13,7 @@ watch(async () => {
   setText("model", instances[0]?.model ?? "no instance is registered");
   setText("policy", `routed by ${policy.replaceAll("_", " ")}`);
   showTiles(instances, lost);
+  heads = new Set(instances.map((entry) => entry.group)).size > 1 ? HEADS : HEADS.filter((text) => text !== "group");
   const rows = [...instances.map(row), ...lost.map(lostRow)];
   byId("instances").replaceChildren(rows.length ? table(rows) : h("p", { class: "none" }, "No instance has registered. headwater serve --router adds one."));
   showHandoffs(instances, lost, prefills);
@@ -43,7 +45,7 @@ function showTiles(instances, lost) {
 }
 
 function table(rows) {
-  const head = h("tr", {}, ...HEADS.map((text) => h("th", { scope: "col", class: WORDS.has(text) ? false : "num" }, text)));
+  const head = h("tr", {}, ...heads.map((text) => h("th", { scope: "col", class: WORDS.has(text) ? false : "num" }, text)));
   return h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows));
 }
 
@@ -59,12 +61,12 @@ function row(entry) {
     ...[report.ttft_p50_s, report.ttft_p99_s, report.itl_p50_s, report.itl_p99_s].map((s) => cell(seconds(s))),
     ...[load.running, load.waiting, load.leases, entry.num_alive, entry.outstanding_tokens].map((n) => cell(whole(n))),
     pill(entry.trust, false), cell(whole(entry.known_blocks)), cell(whole(entry.gaps)),
-    h("td", {}, entry.group), cell(`${seconds(entry.seen_s_ago)} ago`));
+    ...(heads === HEADS ? [h("td", {}, entry.group)] : []), cell(`${seconds(entry.seen_s_ago)} ago`));
 }
 
 // An instance that was removed: nothing is known of it but when it was last heard.
 function lostRow(entry) {
   return h("tr", { "data-lost": entry.instance_id, class: "gone" },
     name(entry), h("td", {}, entry.role), pill("lost", true),
-    h("td", { colspan: HEADS.length - 4, class: "fault" }, "no heartbeat; its requests continue elsewhere"), cell(`${seconds(entry.seen_s_ago)} ago`));
+    h("td", { colspan: heads.length - 4, class: "fault" }, "no heartbeat; its requests continue elsewhere"), cell(`${seconds(entry.seen_s_ago)} ago`));
 }

@@ -296,7 +296,8 @@ class FileStorage:
         if before != "disk_full":
             log.warning(
                 "the disk of the storage directory is full; the store stays smaller than its "
-                "capacity: path=%s used_bytes=%d capacity_bytes=%d slab_bytes=%d reserve_bytes=%d",
+                "capacity; free space, or lower reserve_bytes: path=%s used_bytes=%d "
+                "capacity_bytes=%d slab_bytes=%d reserve_bytes=%d",
                 *(config.path, self.stats().used_bytes, config.capacity_bytes),
                 *(self._geometry.total_bytes, config.reserve_bytes),
             )

@@ -67,9 +67,8 @@ class StorageInspector:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ConfigError(
-                f"{path} is not a directory; give the path of a storage directory"
-            )
+            fault = "is not a directory" if path.exists() else "does not exist"
+            raise ConfigError(f"{path} {fault}; give the path of a storage directory")
         if not (path / "lock").exists():
             raise ConfigError(
                 f"{path} is not a storage directory: it has no file named "
