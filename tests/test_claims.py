@@ -161,6 +161,256 @@ CLAIMS = [
         "finds the blocks that were written before it stopped",
         "e2e/test_tiers.py::test_a_restarted_server_hits_on_its_first_request",
     ),
+    # API
+    (
+        "docs/api.md",
+        "a fuzzer checks the server against it in the tests",
+        "e2e/test_openapi.py::test_no_answer_is_undocumented",
+    ),
+    (
+        "docs/api.md",
+        "Requests for text may have unknown fields; those are ignored",
+        "server/test_refusals.py::test_unknown_fields_are_ignored",
+    ),
+    (
+        "docs/api.md",
+        "An unknown field or value is a 400 that lists the valid ones; nothing is done then",
+        "server/test_admin.py::test_control_endpoints_refuse_unknown_fields_and_list_the_valid_ones",
+    ),
+    (
+        "docs/api.md",
+        "needs `--scheduling-policy priority`, otherwise a value other than 0 is a 400",
+        "server/test_refusals.py::test_a_priority_without_effect_is_refused",
+    ),
+    (
+        "docs/api.md",
+        "The pieces joined are the arguments of the same answer without `stream`, byte by byte",
+        "e2e/test_tools.py::test_streamed_calls_are_the_whole_ones",
+    ),
+    (
+        "docs/api.md",
+        "A wrong or unsupported one is a 400 that quotes the validator",
+        "e2e/test_tools.py::test_a_schema_that_is_not_supported_is_a_400",
+    ),
+    (
+        "docs/api.md",
+        "`previous_response_id` continues it",
+        "e2e/test_responses.py::test_a_stored_conversation_continues_and_finds_its_prefix",
+    ),
+    (
+        "docs/api.md",
+        "Behind a router the id leads to the instance that has it",
+        "router/test_constrained.py::test_a_stored_response_leads_to_its_instance",
+    ),
+    (
+        "docs/agents.md",
+        "`/v1/messages` leaves that block out",
+        "server/test_session.py::test_anthropics_blocks_become_messages",
+    ),
+    (
+        "docs/agents.md",
+        "finds at least 98 % of every turn's prompt before the new message",
+        "e2e/test_agent_loop.py::test_chat_completions",
+    ),
+    (
+        "docs/agents.md",
+        "are tested unmodified",
+        "e2e/test_agents.py::test_a_client_completes_its_tool_loop",
+    ),
+    # Operating one server
+    (
+        "docs/operations.md",
+        "so a reload loses nothing",
+        "e2e/test_dashboard.py::test_a_reload_shows_the_same_history",
+    ),
+    (
+        "docs/operations.md",
+        "after it the engine is declared dead",
+        "e2e/test_lifecycle.py::test_every_client_gets_an_error_for_a_device_step_that_never_ends_and_the_engine_is_replaced",
+    ),
+    (
+        "docs/operations.md",
+        "Every worker answers for all",
+        "e2e/test_workers.py::test_counts_are_one_answer_and_survive_a_worker",
+    ),
+    (
+        "docs/operations.md",
+        "The next engine finds the host tier of the one before",
+        "e2e/test_restart.py::test_a_killed_engine_leaves_its_host_tier_to_the_next",
+    ),
+    (
+        "docs/operations.md",
+        "running requests keep theirs and generate the same tokens",
+        "e2e/test_control.py::test_reset_under_load_changes_no_token",
+    ),
+    (
+        "docs/operations.md",
+        "with unchanged files the cache stays",
+        "e2e/test_control.py::test_a_refused_reload_changes_nothing",
+    ),
+    (
+        "docs/operations.md",
+        "those that wait meanwhile are served with the new weights",
+        "e2e/test_control.py::test_other_weights_under_load_serve_everyone_and_mix_nothing",
+    ),
+    (
+        "docs/operations.md",
+        "without a failed request: start a new instance",
+        "router/test_live.py::test_instances_are_upgraded_one_after_the_other_under_load",
+    ),
+    (
+        "docs/operations.md",
+        "the same request to another router continues with the same cache",
+        "router/test_live.py::test_a_router_can_be_killed_and_clients_go_on_at_the_other",
+    ),
+    (
+        "docs/operations.md",
+        "files in storage hold whole blocks only",
+        "storage/test_processes.py::test_a_writer_may_be_killed_in_the_middle_of_any_write",
+    ),
+    (
+        "docs/migrating.md",
+        "Running requests continue; `/v1/abort_requests` aborts them",
+        "e2e/test_control.py::test_abort_ends_one_request_and_leaves_the_others",
+    ),
+    (
+        "docs/faq.md",
+        "`HF_HUB_OFFLINE=1` prevents that",
+        "launch/test_hub.py::test_offline_and_not_cached_says_what_to_do",
+    ),
+    (
+        "docs/quickstart.md",
+        "downloaded once",
+        "launch/test_hub.py::test_a_name_is_downloaded_once_and_then_found_offline",
+    ),
+    (
+        "docs/quickstart.md",
+        "Ctrl-C ends the running prompts, and the same `LLM` accepts the next ones",
+        "engine/test_llm.py::test_ctrl_c_inside_any_step_leaves_nothing_behind",
+    ),
+    # Clusters
+    (
+        "docs/cluster.md",
+        "A router keeps its port",
+        "cluster/test_supervisor.py::test_a_router_that_is_started_again_keeps_its_port",
+    ),
+    (
+        "docs/cluster.md",
+        "a wrong flag is not retried",
+        "cluster/test_supervisor.py::test_a_process_that_dies_before_it_was_ready_ends_the_start",
+    ),
+    (
+        "docs/cluster.md",
+        "instances finish their requests, then routers end",
+        "cluster/test_supervisor.py::test_down_stops_instances_before_routers",
+    ),
+    (
+        "docs/cluster.md",
+        "stays down until `restart NAME`",
+        "cluster/test_supervisor.py::test_a_drained_instance_stays_down",
+    ),
+    (
+        "docs/cluster.md",
+        "is an error that names it, before anything is started",
+        "cluster/test_spec.py::test_mistakes_name_the_field",
+    ),
+    (
+        "docs/cluster.md",
+        "with several it is refused and lists them",
+        "test_up.py::test_a_command_without_a_name_means_the_only_cluster_that_runs",
+    ),
+    (
+        "docs/cluster.md",
+        "Children watch a pipe of their parent",
+        "security/test_processes_and_files.py::test_a_child_ends_when_its_parent_is_killed",
+    ),
+    (
+        "docs/tutorials/disaggregate.md",
+        "the other instance finds it in the storage",
+        "storage/test_processes.py::test_processes_find_each_others_blocks",
+    ),
+    (
+        "docs/tutorials/disaggregate.md",
+        "prompts with little to compute stay on the decode instance",
+        "router/test_policies.py::test_a_short_rest_is_prefilled_where_it_is_decoded",
+    ),
+    # Security
+    (
+        "docs/security.md",
+        "A router does not start without a peer token",
+        "security/test_cluster_membership.py::test_a_router_without_a_secret_does_not_start",
+    ),
+    (
+        "docs/security.md",
+        "The peer token itself is not sent",
+        "security/test_cluster_membership.py::test_the_secret_does_not_travel",
+    ),
+    (
+        "docs/security.md",
+        "and for two minutes",
+        "security/test_cluster_membership.py::test_an_old_signature_is_worthless",
+    ),
+    (
+        "docs/security.md",
+        "A signature is valid once",
+        "security/test_cluster_membership.py::test_the_secret_does_not_travel",
+    ),
+    (
+        "docs/security.md",
+        "No GET changes anything",
+        "security/test_paths_and_origins.py::test_a_get_changes_nothing",
+    ),
+    (
+        "docs/security.md",
+        "It must not be writable by other users",
+        "security/test_keys.py::test_a_file_that_others_can_change_is_refused",
+    ),
+    (
+        "docs/security.md",
+        "The file is read again when it changes",
+        "security/test_keys.py::test_the_file_is_read_again_when_it_changes",
+    ),
+    (
+        "docs/security.md",
+        "a consumer without the token gets nothing",
+        "security/test_kv_events.py::test_a_listener_without_the_secret_gets_nothing",
+    ),
+    (
+        "docs/tutorials/secure.md",
+        "other tenants only to a key with the scope `admin`",
+        "security/test_keys.py::test_requests_of_other_tenants_are_the_admins_business",
+    ),
+    # Measuring, sizing, storage and plug-ins
+    (
+        "docs/tutorials/measure.md",
+        "no text, token or name",
+        "replay/test_recordings.py::test_nothing_of_the_content_is_in_a_recording",
+    ),
+    (
+        "docs/replay.md",
+        "Only `wall_s` differs from run to run",
+        "replay/test_replay_command.py::test_json_has_what_is_promised_and_is_the_same_each_time",
+    ),
+    (
+        "docs/sizing.md",
+        "More than 512 combinations are refused",
+        "replay/test_plan.py::test_a_grid_tries_every_combination_that_makes_sense",
+    ),
+    (
+        "docs/tutorials/storage-backend.md",
+        "Any other exception, and any wrong answer, is counted and treated as a miss",
+        "storage/test_guard.py::test_a_wrong_answer_is_a_counted_failure",
+    ),
+    (
+        "docs/plugins.md",
+        "A plug-in refuses versions of its engine that it was not tested with",
+        "plugins/test_versions.py::test_a_plugin_refuses_an_untested_version_at_its_start",
+    ),
+    (
+        "docs/plugins.md",
+        "prefixes that several prompts share, then blocks that were used most often, then short prompts before long ones",
+        "plugins/test_write_order.py::test_shared_prefixes_come_first_then_the_most_used_then_short_prompts_from_their_start",
+    ),
 ]
 
 
