@@ -133,6 +133,8 @@ def test_folders_that_are_not_whole_are_refused(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         survey(folder)
+    with pytest.raises(ModelError, match="absent does not exist"):
+        survey(folder / "absent")
 
 
 def test_torch_is_not_imported(folder: Path) -> None:

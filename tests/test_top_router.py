@@ -136,9 +136,9 @@ def test_a_server_that_does_not_answer_is_one_sentence(fault, sentence, capsys, 
     monkeypatch.setattr("headwater.cli.top.urlopen", fail)
     assert main(["top", "http://127.0.0.1:9", "--once"]) == 1
 
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert "urlopen" not in said
+    message = capsys.readouterr().err
+    assert sentence in message
+    assert "urlopen" not in message
 
 
 def test_json_of_a_router_is_its_instances(capsys):
