@@ -5,7 +5,7 @@ Servers are real processes. One client process sends requests over HTTP in close
 number of clients, each of which sends the next request when it has its answer. With
 `--vllm-python` the same client asks vLLM on the same model folder in turns with Headwater, and
 ratios are printed, once against vLLM with compilation, its default, and once against
-`--enforce-eager`. Each engine is stopped during the others' turns, for an idle vLLM worker
+`--enforce-eager`. Each engine is stopped during the others' turns, because an idle vLLM worker
 spins on its core. With `--baseline` the other engine is Headwater at another commit.
 
 On a machine that others use, `waited_share` is the share of a run in which the engine waited

@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if options.quick:
         options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
         options.backends, options.hung_calls = ["memory"], ["contains", "write"]
+        options.live_cells = ["file/256/idle/slow"]
     options.folder = _model(options)
     result: Result = {}
     with tempfile.TemporaryDirectory(prefix="headwater-tiers-", dir=options.dir) as name:

@@ -52,8 +52,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         if not folder.exists():
-            raise ModelError(f"model folder {folder} does not exist")
-        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+            raise ModelError(f"model folder {folder} does not exist; give another path")
+        raise ModelError(
+            f"{folder} is not a model folder: it has no config.json; give another path"
+        )
     return read_object(path)
 
 
