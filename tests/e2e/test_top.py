@@ -36,8 +36,8 @@ pseudo-terminal."""
 
 @contextlib.contextmanager
 def killed_at_the_end(process):
-    """Kill `process` at the end: while nobody reads its terminal, it would never end by
-    itself."""
+    """Kill `process` at the end. It would not end by itself, because the test no longer reads
+    its terminal."""
     try:
         yield
     finally:

@@ -91,7 +91,7 @@ def test_an_impossible_capacity_is_refused(tmp_path, capsys):
     row = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}
     trace.write_text(json.dumps(row) + "\n")
     assert main(["replay", str(trace), "--cache-only", "--capacity-blocks", "-1"]) == 1
-    assert "at least one block, got -1" in capsys.readouterr().err
+    assert "--capacity-blocks cannot be negative, got -1" in capsys.readouterr().err
     assert main(["replay", str(trace), "--capacity-blocks", "5"]) == 1
     assert "--cache-only" in capsys.readouterr().err
 
