@@ -24,6 +24,7 @@ def test_json_has_the_promised_keys(capsys):
     assert {"memory", "file"} <= set(result["backend_ratio"])
     for ways in result["backend_ratio"].values():
         assert set(ways) == {"write", "read"}
-    assert set(result["hung_ttft_ratio"]) == {"control", "memory contains"}
-    assert result["hung_lost_slots"] == {"memory contains": 0}
-    assert result["hung_breakers"] == {"memory contains": "open / closed"}
+    assert set(result["hung_ttft_ratio"]) == {"control", "memory contains", "memory write"}
+    assert result["hung_lost_slots"] == {"memory contains": 0, "memory write": 0}
+    assert result["hung_breakers"]["memory contains"] == "open / closed"
+    assert result["hung_breakers"]["memory write"] in ("closed / open", "closed / half_open")

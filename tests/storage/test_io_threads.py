@@ -1,6 +1,8 @@
 """I/O threads: calls that may hang, and callers that stop waiting."""
 
-from threading import Event
+import os
+import sys
+from threading import Event, get_native_id
 from threading import enumerate as enumerate_threads
 
 import pytest
@@ -97,6 +99,34 @@ def test_threads_that_come_back_do_not_add_up() -> None:
 
     named = [t for t in enumerate_threads() if t.name == "test threads that come back"]
     assert len(named) <= 3  # one may still be ending
+    threads.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_a_lost_thread_has_the_lowest_priority_and_takes_no_further_call() -> None:
+    """A library that waits in a busy loop would otherwise take a core from the engine."""
+    threads, gate, hung = IoThreads("test", 1), Event(), []
+
+    def hang() -> None:
+        hung.append(get_native_id())
+        gate.wait()
+
+    def priority() -> tuple[int, int]:
+        return get_native_id(), os.getpriority(os.PRIO_PROCESS, get_native_id())
+
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert threads.run([priority], timeout_s=5)[0][1] == usual
+    with pytest.raises(StorageTimeout) as caught:
+        threads.run([hang], timeout_s=0.05)
+
+    assert os.getpriority(os.PRIO_PROCESS, hung[0]) == 19
+    gate.set()
+    assert caught.value.quiet is not None
+    assert caught.value.quiet.wait(5)
+    for _ in range(8):
+        [(thread, level)] = threads.run([priority], timeout_s=5)
+        assert thread != hung[0]
+        assert level == usual
     threads.close()
 
 

@@ -11,6 +11,7 @@ the noise of the machine. At the end the medium continues, and every slot must b
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -31,6 +32,9 @@ _BACKEND = "headwater.bench._hung_storage:HungStorage"
 _TIMEOUT_S = 0.5
 """Deadline of every storage call after the stop; it only shortens the time until a breaker opens."""
 
+_WRITE_S = 0.05
+"""Time for the writes of one request to reach storage."""
+
 _SETTLE_S = 60.0
 _SETTLED = 12
 """Requests in a row without a timeout after which the breakers count as open."""
@@ -43,20 +47,22 @@ class HungStorage:
     """Passes calls on to a real backend; stops its medium before calls that are in `hung`."""
 
     def __init__(
-        self, backend: StorageBackend, medium: StoppableMedium, hung: list[str]
+        self, backend: StorageBackend, medium: StoppableMedium, hung: list[str], made: Event
     ) -> None:
         self._backend = backend
         self._medium = medium
         self._hung = hung
+        self._made = made
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
-        """Settings are the `medium` and the list `hung`, which its owner may change."""
+        """Settings are the `medium`, the list `hung`, which its owner may change, and `made`, which
+        is set at the first call that is in that list."""
         medium: StoppableMedium = settings["medium"]
         if "open" in settings["hung"]:
             medium.hang()
         backend = open_storage(medium.backend, medium.config, opening)
-        return cls(backend, medium, settings["hung"])
+        return cls(backend, medium, settings["hung"], settings["made"])
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
         self._stop("contains")
@@ -92,6 +98,7 @@ class HungStorage:
 
     def _stop(self, call: str) -> None:
         if call in self._hung:
+            self._made.set()
             self._medium.stop()
             self._medium.hang()
 
@@ -159,7 +166,10 @@ class _Cell:
         self._medium = medium
         self._call = call
         self._hung: list[str] = ["open"] if call == "open" else []
-        backend, config = _BACKEND, {"medium": medium, "hung": self._hung}
+        self._made = Event()
+        """Whether the call that hangs was made at all."""
+        backend = _BACKEND
+        config = {"medium": medium, "hung": self._hung, "made": self._made}
         if call == "open":
             medium.stop()
             if medium.backend != "memory":
@@ -188,8 +198,9 @@ class _Cell:
             engine.core.reset_cache(("device", "host", "storage"))
         clock = SystemClock()
         end_s, number, calm = clock.now() + _SETTLE_S, 0, 0
+        calm_s = clock.now()
         prompts = _stored(self._work, engine)
-        while calm < _SETTLED:
+        while calm < _SETTLED or clock.now() - calm_s < 2 * _TIMEOUT_S:
             if clock.now() > end_s:
                 raise InvariantError(
                     f"{self._call} never returns, and requests still wait for it"
@@ -197,13 +208,20 @@ class _Cell:
             before = _num_timeouts(engine)
             fresh = engine.make_prompt(self._work.num_tokens, seed=_FRESH_SEED + number)
             engine.serve([fresh if number % 2 else prompts[number // 2 % 8]], max_tokens=1)
+            engine.core.drain(_WRITE_S)  # a reset would cancel writes that have not begun
             engine.core.reset_cache()
-            engine.core.drain(0.02)  # a hanging write is noticed at its deadline
-            calm = calm + 1 if _num_timeouts(engine) == before else 0
+            calm += 1
+            if _num_timeouts(engine) != before or not self._is_stopped:
+                calm, calm_s = 0, clock.now()
             number += 1
         stats = engine.core.stats().storage
         assert stats is not None, "the engine has storage"
         return f"{stats.breaker} / {stats.write_breaker}"
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether the call that never returns was made. Without it the cell would show nothing."""
+        return self._call == "open" or self._made.is_set()
 
     def num_lost(self) -> int:
         """Slots that are still missing after every hung call has returned."""
@@ -256,6 +274,7 @@ def _compare(work: HungWorkload, plain: TierEngine, other: TierEngine) -> dict[s
         for engine in (plain, other) if number % 4 < 2 else (other, plain):
             engine.core.reset_cache()
             firsts[engine].append(engine.serve([prompt], max_tokens=1).first_s)
+            engine.core.drain(_WRITE_S)
     return {
         f"p{q}": float(
             np.percentile(firsts[other][2:], q) / np.percentile(firsts[plain][2:], q)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     options = read_flags(_parser(), argv)
     if options.quick:
         options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
-        options.backends, options.hung_calls = ["memory"], ["contains"]
+        options.backends, options.hung_calls = ["memory"], ["contains", "write"]
     options.folder = _model(options)
     result: Result = {}
     with tempfile.TemporaryDirectory(prefix="headwater-tiers-", dir=options.dir) as name:

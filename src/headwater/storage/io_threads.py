@@ -2,12 +2,17 @@
 
 A call in the kernel or in a C++ library cannot be interrupted. It runs in one of these threads.
 When its deadline passes, the caller gets StorageTimeout with an event that is set when the call
-has returned. Until then its thread is lost; another thread replaces it, up to a bound.
+has returned. Until then its thread is lost; another thread replaces it, up to a bound. A lost
+thread has the lowest priority, because some libraries wait in a busy loop: a Mooncake call whose
+peer is stopped takes a whole core for a minute.
 """
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Event, Lock, Thread, get_native_id
 from typing import Generic, TypeVar
 
 from headwater.errors import StorageError, StorageTimeout
@@ -16,6 +21,8 @@ T = TypeVar("T")
 
 MAX_LOST = 16
 """Lost threads of one backend that are replaced."""
+
+_LOWEST_PRIORITY = 19
 
 
 class IoThreads:
@@ -83,9 +90,14 @@ class IoThreads:
         """The number of threads that should exist, including lost ones."""
         return self._num_threads + min(max(self._num_lost, 0), MAX_LOST)
 
-    def _lose(self, num_running: int) -> None:
+    def _lose(self, threads: list[int]) -> None:
         with self._changed:
-            self._num_lost += num_running
+            self._num_lost += len(threads)
+        if sys.platform != "linux":  # where the number would mean a process
+            return
+        for thread in threads:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_PRIORITY)
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -97,7 +109,9 @@ class IoThreads:
                 self._num_running -= 1
                 self._num_lost -= was_lost
                 self._changed.notify_all()
-                if self._num_alive > self._num_wanted():
+                if was_lost:
+                    # It may not raise its priority again, and a thread that it starts would
+                    # have the same one: the next `run` starts another.
                     self._num_alive -= 1
                     return
 
@@ -111,7 +125,8 @@ class _Group(Generic[T]):
         self._results: list[T | BaseException | None] = [None] * len(calls)
         self._lock = Lock()
         self._waiting = len(calls)
-        self._running = 0
+        self._running: dict[int, int] = {}
+        """The system's numbers of the threads in a call, by the place of the call."""
         self._abandoned = False
 
     def run(self, place: int) -> bool:
@@ -120,23 +135,23 @@ class _Group(Generic[T]):
             if self._abandoned:
                 return False
             self._waiting -= 1
-            self._running += 1
+            self._running[place] = get_native_id()
         try:
             self._results[place] = self._calls[place]()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self._results[place] = error
         with self._lock:
-            self._running -= 1
+            del self._running[place]
             self._settle()
             return self._abandoned
 
-    def abandon(self) -> int:
-        """Begin no further call; return how many are running."""
+    def abandon(self) -> list[int]:
+        """Begin no further call; return the threads that are in one."""
         with self._lock:
             self._abandoned = True
             self._waiting = 0
             self._settle()
-            return self._running
+            return list(self._running.values())
 
     def results(self) -> list[T]:
         for result in self._results:
