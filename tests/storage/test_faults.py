@@ -5,7 +5,8 @@ import pytest
 from headwater.errors import StorageError, StorageTimeout
 from headwater.storage import BlockRead, BlockWrite
 from headwater.storage.memory import MemoryConfig, MemoryStorage
-from headwater.testing.faults import Fault, FaultyStorage
+from headwater.testing.faults import Fault, FaultyStorage, damage
+from headwater.testing.media import MemoryMedium
 from headwater.testing.storage import (
     make_block,
     make_format,
@@ -94,3 +95,18 @@ def test_memory_evicts_the_tail_of_the_oldest_run() -> None:
     assert memory.stats().blocks_evicted == 1
     tiny = MemoryStorage(MemoryConfig(capacity_bytes=1), form)
     assert write_run(tiny, old, BLOCK_BYTES) == [BlockWrite.REFUSED] * 3
+
+
+def test_a_damaged_block_of_another_model_never_becomes_valid_again() -> None:
+    """A soak damages the same block several times, and would report wrong tokens."""
+    memory = MemoryStorage(MemoryConfig(), make_format(block_bytes=BLOCK_BYTES))
+    [key] = make_keys(1)
+    write_run(memory, [key], BLOCK_BYTES)
+    damage(MemoryMedium(memory), [key], Fault.FLIPPED_BIT)
+
+    for _ in range(4):
+        damage(MemoryMedium(memory), [key], Fault.OTHER_MODEL)
+        stored = memory.values[key]
+        into = memoryview(bytearray(BLOCK_BYTES))
+        assert memory.read([key], [into], timeout_s=1) == [BlockRead.DAMAGED]
+        memory.values[key] = stored

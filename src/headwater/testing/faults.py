@@ -5,6 +5,7 @@ returns, a death in the middle. Faults of bytes: the medium below a backend is c
 backend must detect it.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from threading import Event, Lock, Thread
@@ -211,7 +212,10 @@ def damage(medium: Medium, keys: Sequence[BlockKey], fault: Fault) -> None:
         medium.replace(keys[1], first)
     elif fault is Fault.OTHER_MODEL:
         header, payload = decode_header(first), memoryview(first)[HEADER_BYTES:]
-        other = BlockFormat(fingerprint=header.fingerprint[::-1], block_bytes=len(payload))
+        # A hash never leads back: the header has a checksum of the payload as it is now, so a
+        # block that was damaged before would become valid if its old fingerprint returned.
+        fingerprint = hashlib.sha256(header.fingerprint).digest()
+        other = BlockFormat(fingerprint=fingerprint, block_bytes=len(payload))
         medium.replace(
             keys[0], encode_header(other, header.key, header.parent, payload) + payload
         )
