@@ -96,19 +96,22 @@ class JobFinisher:
     def _finish_transfer(
         self, record: JobRecord, plan: TransferJob, outcome: JobOutcome, *, now: float
     ) -> JobEffect:
-        """Attach the blocks that arrived, free the other targets, and release the path."""
+        """Attach the blocks that arrived, free the other targets, and release the path.
+
+        A job that timed out has no segments any more, so its second outcome attaches nothing.
+        """
         if outcome.status is JobStatus.TIMED_OUT:
             self._time_out(record, plan, now=now)
             self._evictor.bound_stored()
             return JobEffect.QUARANTINED
         num_blocks = plan.num_blocks
-        arrived = 0 if record.timed_out else _num_arrived(num_blocks, outcome)
+        arrived = _num_arrived(num_blocks, outcome)
         attached = self._attach(record, plan, arrived)
         if arrived < num_blocks:
             self._suspend_writes(record)
         self._end(record, plan, now=now)
         lost = None if arrived == num_blocks else _LOST.get(outcome.status)
-        if lost is not None and not record.timed_out:
+        if lost is not None:
             self._forget_from(record, plan, arrived, lost)
         self._evictor.bound_stored()  # the job kept its nodes from being forgotten
         return JobEffect.ATTACHED if attached else JobEffect.NOTHING
