@@ -51,6 +51,34 @@ def test_the_loop_hashes_no_block_of_a_prompt_that_was_hashed_ahead(monkeypatch)
     core.close()
 
 
+def test_keys_of_cached_blocks_are_not_computed_again(monkeypatch):
+    """The next turn of a conversation hashes its new blocks only; the same prompt hashes none."""
+    hashed = []
+    real = block_keys.chain
+
+    def noting(parent, tokens, stride):
+        hashed.append(len(tokens) // stride)
+        return real(parent, tokens, stride)
+
+    monkeypatch.setattr(block_keys, "chain", noting)
+    cache = TieredCache(CacheConfig(device_blocks=8, block_tokens=4, record_events=True))
+    first, longer = make_prompt(12), make_prompt(20)
+    path = TokenPath(np.array(first, dtype=np.int32))
+    lease = cache.lease(cache.match(path), owner=RequestId("r"), now=0.0)
+    slots = cache.take(3, now=0.0)
+    assert slots is not None
+    cache.commit(lease, path, slots, now=0.0)
+    hashed.clear()
+
+    hasher = KeyHasher(cache)
+    hasher.hash_ahead(TokenPath(np.array(first, dtype=np.int32)))
+    hasher.hash_ahead(TokenPath(np.array(longer, dtype=np.int32)))
+    hasher.close()
+    hasher._thread.join(_TIMEOUT_S)
+
+    assert hashed == [2]
+
+
 def test_an_engine_without_hashing_ahead_computes_the_same_keys():
     """A key that is not there in time is computed by the loop."""
     events = []

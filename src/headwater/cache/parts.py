@@ -13,7 +13,7 @@ from headwater.cache.evictor import Evictor
 from headwater.cache.host_log import HostBlockLog, HostChange
 from headwater.cache.job_finisher import JobFinisher
 from headwater.cache.jobs import JobTable
-from headwater.cache.keys import KeyScheme
+from headwater.cache.keys import KeyScheme, TokenPath
 from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.matcher import Ghosts, InFlightPrefixes, Ledger, Matcher
 from headwater.cache.outline import Outline, outline
@@ -179,6 +179,12 @@ class CacheParts:
     def key_scheme(self) -> KeyScheme:
         """How block keys are computed at present; another one after a reload of weights."""
         return self._tree.scheme
+
+    def recall_keys(self, path: TokenPath) -> bool:
+        """Let `path` remember the block keys that cached blocks have, and compute none. Returns
+        whether those are all keys of `path`."""
+        num_blocks = path.num_blocks(self.block_tokens)
+        return self._tree.recall_keys(path, num_blocks) >= num_blocks
 
     def metadata_bytes(self) -> int:
         """Bytes that describe the device blocks: nodes, tokens, slots, and the pool's arrays.

@@ -267,11 +267,12 @@ class PrefixTree(NodeKeys):
         self.num_nodes = 0
         self.version += 1
 
-    def recall_keys(self, path: TokenPath, num_blocks: int) -> None:
-        """Let `path` remember the keys that cached blocks have; computes none."""
+    def recall_keys(self, path: TokenPath, num_blocks: int) -> int:
+        """Let `path` remember the keys that cached blocks have; computes none. Returns of how many
+        blocks the keys are known."""
         remembered = path.keys = path.keys or PathKeys()
         if len(remembered.known(self.scheme)) >= num_blocks:
-            return
+            return num_blocks
         nodes, found = self.walk(path, num_blocks)
         keys: list[BlockKey] = []
         for node in nodes:
@@ -280,6 +281,7 @@ class PrefixTree(NodeKeys):
             if len(known) < node.num_blocks:
                 break
         remembered.remember(self.scheme, keys[:found])
+        return len(remembered.known(self.scheme))
 
     def nodes(self) -> Iterator[Node]:
         """Every node except the roots, parents first."""

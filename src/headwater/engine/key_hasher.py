@@ -21,9 +21,10 @@ class KeyHasher:
         self._thread.start()
 
     def hash_ahead(self, path: TokenPath) -> None:
-        """Compute the keys of all full blocks of `path`, which remembers them. On the loop's
-        thread; returns at once."""
-        self._prompts.put((self._cache.key_scheme, path))
+        """Compute the keys of all full blocks of `path`, which remembers them. Cached blocks have
+        theirs already. On the loop's thread; returns at once."""
+        if not self._cache.recall_keys(path):
+            self._prompts.put((self._cache.key_scheme, path))
 
     def close(self) -> None:
         """Stop after the prompt that is being hashed. Calling it twice is safe."""
