@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater.config import EngineConfig
+from headwater.engine.detokenizer import TextStream
 from headwater.server.body import NEUTRAL
 from headwater.server.config import LimitsConfig
 from headwater.server.schema import ChatRequest, CompletionRequest
@@ -255,6 +256,26 @@ def test_more_than_ever_fits_is_a_400_and_not_a_429():
     async def scenario(harness):
         assert "11 sequences" in error(await harness.complete(n=11), 400)["message"]
         assert (await harness.complete(n=10)).status_code == 200
+
+    run(scenario, LimitsConfig(max_queued=2))
+
+
+def test_more_than_ever_fits_is_refused_before_anything_is_made_for_it(monkeypatch):
+    """256 prompts with 64 choices each held the event loop for half a second."""
+    made = []
+    real = TextStream.__init__
+
+    def noting(self, *args, **settings):
+        made.append(1)
+        real(self, *args, **settings)
+
+    monkeypatch.setattr(TextStream, "__init__", noting)
+
+    async def scenario(harness):
+        error(await harness.complete(prompt=["a"] * 4, n=3, echo=True), 400)
+        assert not made
+        assert (await harness.complete()).status_code == 200
+        assert made
 
     run(scenario, LimitsConfig(max_queued=2))
 

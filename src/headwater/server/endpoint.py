@@ -126,6 +126,8 @@ def make_job(  # noqa: PLR0913 -- what an endpoint adds, each by its name
     service, body = call.service, call.body
     limits, info = service.config.limits, service.engine.info
     caller = access_of(call.request).caller
+    num_choices = params.num_choices(body, limits)
+    service.live.check_size(len(prompts) * num_choices)
     if prompt_logprobs is None:
         prompt_logprobs = params.num_logprobs(
             body.prompt_logprobs, limits, param="prompt_logprobs"
@@ -152,7 +154,7 @@ def make_job(  # noqa: PLR0913 -- what an endpoint adds, each by its name
     job = GenerationJob(
         name=call.request_id,
         prompts=[prompt_of(tokens) for tokens in prompts],
-        num_choices=params.num_choices(body, limits),
+        num_choices=num_choices,
         stops=params.stop_strings(body, limits),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,

@@ -67,6 +67,14 @@ class LiveRequests:
         self._owners: dict[RequestId, str] = {}
         self.num_sequences = 0
 
+    def check_size(self, num_sequences: int) -> None:
+        """Raise RequestError if one request with `num_sequences` is over the limit."""
+        if num_sequences > self._max_sequences:
+            raise RequestError(
+                f"the request has {num_sequences} sequences; this server takes at most "
+                f"{self._max_sequences} at once. Send fewer prompts or choices (n)"
+            )
+
     @contextmanager
     def enter(
         self, name: str, num_sequences: int, owner: str = ""
@@ -77,11 +85,7 @@ class LiveRequests:
         Raises QueueFull when too many sequences are live now, RequestError when this request
         alone is over the limit. Nothing changes then.
         """
-        if num_sequences > self._max_sequences:
-            raise RequestError(
-                f"the request has {num_sequences} sequences; this server takes at most "
-                f"{self._max_sequences} at once. Send fewer prompts or choices (n)"
-            )
+        self.check_size(num_sequences)
         if self.num_sequences + num_sequences > self._max_sequences:
             self._recorder.count(names.REFUSED)
             raise QueueFull(
