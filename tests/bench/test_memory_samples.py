@@ -14,6 +14,7 @@ def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The memory of the process in bytes, from a script; the last entry is repeated."""
     sizes = [100 << 20]
     monkeypatch.setattr(_memory, "resident_bytes", lambda: sizes[-1])
+    monkeypatch.setattr(_memory, "mapped_bytes", lambda: 2 * sizes[-1])
     monkeypatch.setattr(gc, "get_objects", list)
     monkeypatch.setattr(gc, "collect", lambda: 0)
     return sizes
@@ -27,9 +28,11 @@ def test_a_leak_has_a_positive_slope_and_noise_does_not(resident: list[int]) -> 
         for number, one in enumerate(noise):
             resident.append(int((100 << 20) + one + leak * number / 10))
             samples.add(6.0 * number)
-        rss = samples.report()["rss_mib"]
-        assert rss["is_flat"] is is_flat
+        report = samples.report()
+        rss, mapped = report["rss_mib"], report["mapped_mib"]
+        assert rss["is_flat"] is mapped["is_flat"] is is_flat
         assert rss["slope_per_minute"] == pytest.approx(leak / (1 << 20), abs=0.05)
+        assert mapped["slope_per_minute"] == pytest.approx(2 * rss["slope_per_minute"])
 
 
 def test_samples_are_bounded_and_cover_the_whole_time(resident: list[int]) -> None:

@@ -36,6 +36,7 @@ def test_an_evicted_node_owns_nothing():
     cache.take(4, now=0.0)
 
     assert len(node.device) == 0
+    assert (node.tokens, node.keys) == (b"", None)  # stale references keep no prompt alive
     cache.check()
 
 

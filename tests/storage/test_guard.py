@@ -150,6 +150,8 @@ def test_calls_that_never_end_open_the_breaker(name: str) -> None:
             pass
     clock.advance(60.0)
 
+    stats = guarded.stats()
+    assert "open" in (stats.breaker, stats.write_breaker)
     with pytest.raises(StorageUnavailable):
         calls[name]()
     assert guarded.stats().reasons["hung"] == 3

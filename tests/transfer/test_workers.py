@@ -267,6 +267,7 @@ def test_lost_threads_are_replaced_up_to_a_bound(harness):
         harness.mover.take(now=6.0)  # past its deadline
 
     assert harness.workers.stats().threads_lost == bound
+    assert harness.workers._num_alive["lookup"] == 0
     harness.mover.start([make_lookup(99, [1, 2])], now=0.0)
     assert harness.outcomes(1) == {99: (JobStatus.FAILED, 0)}
     assert harness.mover.links["lookup"].failures["threads_lost"] == 1

@@ -17,14 +17,23 @@ _FLAT_SHARE = 1e-4
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
+_NUMPY_SIZES, _NUMPY_KEPT = 1024, 8
+"""NumPy keeps seven freed buffers of each size below 1 KiB for later arrays."""
+
 
 class MemorySamples:
-    """Seconds, objects and blocks of the Python heap, and resident bytes; at most 600 rows."""
+    """Seconds, objects and blocks of the Python heap, and resident and mapped bytes; at most 600
+    rows.
+
+    Pages of mapped memory become resident when they are first used, so resident memory approaches
+    the mapped memory for long though nothing leaks. A leak makes the mapped memory grow too.
+    """
 
     def __init__(self) -> None:
         # One array from the start, with all its pages written: a list that grows, or pages that
         # become resident with the first sample in them, would be the growth that is measured.
-        self._rows = np.full((_MAX_SAMPLES, 4), -1.0)
+        self._rows = np.full((_MAX_SAMPLES, 5), -1.0)
+        _fill_numpy_cache()
         self._count = 0
         self._every = 1
         self._num_calls = 0
@@ -46,7 +55,8 @@ class MemorySamples:
             self._every *= 2
         gc.collect()
         _give_back()
-        row = (now_s, len(gc.get_objects()), sys.getallocatedblocks(), resident_bytes())
+        heap = len(gc.get_objects()), sys.getallocatedblocks()
+        row = (now_s, *heap, resident_bytes(), mapped_bytes())
         self._rows[self._count] = row
         self._count += 1
 
@@ -57,9 +67,9 @@ class MemorySamples:
         if len(half) < 4:
             return {"memory_samples": self._count}
         report: dict[str, Any] = {"memory_samples": self._count}
-        names = ("heap_objects", "heap_blocks", "rss_mib")
+        names = ("heap_objects", "heap_blocks", "rss_mib", "mapped_mib")
         for column, name in enumerate(names, start=1):
-            scale = 1 / (1 << 20) if name == "rss_mib" else 1.0
+            scale = 1 / (1 << 20) if name.endswith("_mib") else 1.0
             slope, error = _slope(half[:, 0] / 60, half[:, column] * scale)
             report[name] = {
                 "first": float(self.rows[0, column]) * scale,
@@ -73,7 +83,7 @@ class MemorySamples:
         return report
 
     def series(self) -> list[list[float]]:
-        """All samples, for a plot: seconds, objects, heap blocks, resident bytes."""
+        """All samples, for a plot: seconds, objects, heap blocks, resident and mapped bytes."""
         series: list[list[float]] = self.rows.tolist()
         return series
 
@@ -81,6 +91,19 @@ class MemorySamples:
 def resident_bytes() -> int:
     """Memory of this process that is in main memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def mapped_bytes() -> int:
+    """Memory of this process for data, whether it was used yet or not."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * _PAGE_BYTES
+
+
+def _fill_numpy_cache() -> None:
+    """Let NumPy keep all the freed buffers that it ever keeps. Each size that occurs for the first
+    time would otherwise add to them for hours."""
+    for size in range(1, _NUMPY_SIZES):
+        buffers = [np.empty(size, dtype=np.uint8) for _ in range(_NUMPY_KEPT)]
+        del buffers
 
 
 def _give_back() -> None:

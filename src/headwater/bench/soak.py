@@ -6,8 +6,8 @@ requests are aborted and the cache is reset. After each round every invariant mu
 be that of an uncached run. With `--model tiny` the engine has the built-in model, and real
 threads that fail.
 
-Heap and resident memory are sampled after the rounds; the report has their slopes over the second
-half of the time, which are zero within noise when nothing leaks.
+Heap, resident and mapped memory are sampled after the rounds; the report has their slopes over the
+second half of the time, which are zero within noise when nothing leaks.
 """
 
 import logging
