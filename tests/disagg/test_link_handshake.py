@@ -184,7 +184,7 @@ def test_mistakes_of_the_operator_are_reported_at_once():
     links = Links(CONFIG, memory, log)
     with pytest.raises(ConfigError, match="token"):
         LinkConfig(token=b"")
-    with pytest.raises(ConfigError, match="known: tcp, shm, cuda, mooncake"):
+    with pytest.raises(ConfigError, match="known: auto, tcp, shm, cuda, mooncake"):
         links.listen("pigeon")
     for address in ("pigeon://loft", "tcp://", "tcp://host:port", "shm://", "cuda://"):
         with pytest.raises(ConfigError, match="not a link address"):

@@ -165,7 +165,7 @@ def test_storage_that_fails_refuses_the_reset():
 
     (report,) = reports
     assert report.refusal is not None
-    assert "it failed" in report.refusal
+    assert "the removal failed" in report.refusal
     assert found(harness, "after") == {"storage": 8}
 
 
