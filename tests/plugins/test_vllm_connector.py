@@ -1,9 +1,11 @@
 """The connector: scheduler side and worker side together, over a real KV cache."""
 
+import ctypes
 import hashlib
 import random
 from threading import Event
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from headwater.plugins.vllm.connector_worker import ConnectorWorker
 from headwater.plugins.vllm.host_tier import HostTier, HostTierConfig
 from headwater.plugins.vllm.messages import OrderEnd, RankReport
 from headwater.plugins.vllm.pages import KVPages
+from headwater.transfer.slab import PAGE_BYTES
 from tests.plugins.backends import SHARED, wait_until
 
 TOKENS = 16
@@ -123,6 +126,17 @@ def make_engine():
             store.hang.set()
     for engine in engines:
         engine.worker.close()
+
+
+def test_host_memory_is_allocated_at_the_start(make_engine):
+    """Copies after a step do not wait until the system has allocated and cleared their pages."""
+    memory = np.frombuffer(make_engine(num_slots=512).worker.slab.memory, dtype=np.uint8)
+    present = (ctypes.c_ubyte * -(-len(memory) // PAGE_BYTES))()
+    address = ctypes.c_void_p(memory.ctypes.data)
+    refused = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(memory)), present)
+
+    assert not refused
+    assert all(page & 1 for page in present)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "session"])
