@@ -14,8 +14,8 @@ from headwater.types import BlockKey, Tier
 class BlocksStored:
     """A run of blocks can be found in `tier` from now on. Not modified after it is built.
 
-    Not frozen, because the engine loop builds one for each run and a frozen one takes three times
-    as long.
+    Not frozen, because a snapshot has one for each run of the cache and a frozen one takes three
+    times as long.
     """
 
     tier: Tier
@@ -34,7 +34,7 @@ class BlocksStored:
 
 @dataclass(slots=True, kw_only=True)
 class BlocksRemoved:
-    """These blocks are not in `tier` any more. Complete when it is taken from the log."""
+    """These blocks are not in `tier` any more."""
 
     tier: Tier
     keys: list[BlockKey]

@@ -60,8 +60,8 @@ class WritePolicy(Enum):
     """When a device block is also written to the host tier."""
 
     AUTO = "auto"
-    """Write a block before it is evicted from the device, and at once while the host has free
-    slots."""
+    """Write a block before it is evicted from the device. While the host has free slots, write it
+    also when its request ends, and during the request in runs of 16 blocks."""
 
     WRITE_THROUGH = "write_through"
     """Write a block as soon as it is committed."""

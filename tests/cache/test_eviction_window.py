@@ -3,6 +3,7 @@
 import pytest
 
 from headwater.cache import CacheConfig, FinishedRequest, JobOutcome, JobStatus
+from headwater.cache.pool import SlotState
 from headwater.errors import ConfigError
 from headwater.types import EMPTY, Tier, WritePolicy
 from tests.cache.make import (
@@ -175,6 +176,56 @@ def test_a_large_admission_evicts_blocks_with_a_host_copy_first():
     assert blocks_by_tier(cache, make_path(2, 3, 4)) == (0, 3, 0)
 
 
+def test_a_few_committed_blocks_wait_for_the_end_of_their_request():
+    """Free host slots are filled by jobs of many blocks, not by one job per block of output; a
+    lease keeps the blocks on the device meanwhile."""
+    cache = make_auto(device_blocks=64, host_blocks=64)
+    path = make_path(*range(1, 18))
+    lease, held = begin(cache, path)
+
+    cache.commit(lease, make_path(*range(1, 16)), held[:15], now=0.0)
+    assert cache.plan_offloads(limit_blocks=99, now=0.0) == []
+    cache.commit(lease, make_path(*range(1, 17)), held[15:16], now=0.0)
+    (plan,) = cache.plan_offloads(limit_blocks=99, now=0.0)
+    cache.finish_job(done(plan), now=0.0)
+    cache.commit(lease, path, held[16:], now=0.0)
+    assert cache.plan_offloads(limit_blocks=99, now=0.0) == []
+    cache.release(lease, now=0.0)
+    (last,) = cache.plan_offloads(limit_blocks=99, now=0.0)
+
+    assert (plan.num_blocks, last.num_blocks) == (16, 1)
+    cache.finish_job(done(last), now=0.0)
+    cache.check()
+
+
+def test_a_queued_node_that_is_also_a_next_victim_is_written_once():
+    """It gets the only free slot; the rest of it is written when that job has ended."""
+    cache = make_auto(device_blocks=4, host_blocks=4, write_ahead_blocks=4)
+    finish(cache, make_path(7, 8, 9))
+    write_down(cache)
+    cache.free(cache.take(4, now=0.0))  # three blocks are on the host only
+    finish(cache, make_path(1, 2))
+
+    (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
+
+    assert (plan.num_blocks, cache.num_jobs) == (1, 1)
+
+
+def test_victims_of_one_job_are_evicted_in_their_old_order():
+    """The next victim is the next victim again when its job has ended."""
+    cache = make_auto(device_blocks=4, host_blocks=8, write_ahead_blocks=4)
+    host = cache._host.pool.take(8)  # no free slot: blocks are written as next victims
+    for number in (1, 2, 3, 4):
+        finish(cache, make_path(number))
+    cache._host.pool.free(host, SlotState.HELD)
+    (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
+    cache.finish_job(done(plan), now=0.0)
+
+    order = [node.tokens[0] for node in cache._device.order.victims()]
+    assert (plan.num_blocks, order) == (4, [1, 2, 3, 4])
+    cache.check()
+
+
 def test_a_burst_of_admissions_is_remembered_for_a_while():
     """While the next bursts would evict everything, requests that end are written at once."""
     cache = make_auto(device_blocks=64, host_blocks=64)
@@ -182,14 +233,14 @@ def test_a_burst_of_admissions_is_remembered_for_a_while():
     assert not window.has_everything
 
     slots = cache.take(34, now=0.0)
-    assert cache.may_offload  # every evictable block is searched for, and there is none
+    assert cache.may_offload()  # every evictable block is searched for, and there is none
     assert cache.plan_offloads(limit_blocks=9, now=0.0) == []
     in_burst = window.has_everything
     cache.free(slots)
     for _ in range(400):
-        assert not cache.may_offload
+        assert not cache.may_offload()
         slots = cache.take(1, now=0.0)
-        assert not cache.may_offload
+        assert not cache.may_offload()
         cache.free(slots)
 
     assert in_burst
@@ -204,7 +255,7 @@ def test_a_request_that_ends_under_pressure_is_written_at_once():
         finish(cache, make_path(100 + number))
         write_down(cache)  # the host is full
     assert cache.take(9, now=0.0) is not None
-    assert cache.may_offload  # the step is measured
+    assert cache.may_offload()  # the step is measured
     write_down(cache)
 
     finish(cache, make_path(1, 2))
@@ -235,11 +286,11 @@ def test_the_window_holds_what_the_next_admissions_need():
     cache = make_auto(device_blocks=16, host_blocks=16, write_ahead_blocks=1)
     window = cache._writes.window
 
-    cache.expect_admissions(5)
+    cache.may_offload(num_expected=5)
     assert window.num_blocks == 5
-    cache.expect_admissions(99)
+    cache.may_offload(num_expected=99)
     assert window.num_blocks == 8
-    cache.expect_admissions(0)
+    cache.may_offload(num_expected=0)
     assert window.num_blocks == 1
 
 

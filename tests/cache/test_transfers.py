@@ -314,3 +314,78 @@ def test_a_block_is_not_attached_below_a_parent_that_left_the_device():
 
     cache.free(slots)
     cache.check()
+
+
+def make_two_to_write(**settings):
+    """A cache with two paths that are queued to be written to the host, and the one job for
+    them."""
+    cache = make_cache(host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH, **settings)
+    serve(cache, make_path(1, 2))
+    serve(cache, make_path(3, 4))
+    (plan,) = cache.plan_offloads(limit_blocks=99, now=0.0)
+    return cache, plan
+
+
+def test_one_job_writes_several_paths():
+    """Lesson 1: a batch is one operation. All paths are pinned until the job ends."""
+    cache, plan = make_two_to_write()
+    cache.check()
+
+    assert plan.num_blocks == 4
+    assert cache.num_available == 4
+    assert cache.plan_offloads(limit_blocks=99, now=0.0) == []
+    assert cache.finish_job(done(plan), now=0.0) is JobEffect.ATTACHED
+    assert (cache.stats().host.cached, cache.num_available) == (4, 8)
+    cache.check()
+
+
+def test_a_partial_write_of_several_paths_keeps_its_leading_blocks():
+    """The first path is on the host, of the second its first block; the other slot is free."""
+    cache, plan = make_two_to_write()
+
+    cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.PARTIAL, num_blocks=3), now=0.0)
+    cache.check()
+    cache.trim(0)
+
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 2, 0)
+    assert blocks_by_tier(cache, make_path(3, 4)) == (0, 1, 0)
+    assert cache.stats().host.free == 5
+
+
+def test_a_reset_during_a_write_of_several_paths_frees_its_slots():
+    """The blocks that arrive belong to no node any more."""
+    cache, plan = make_two_to_write()
+    cache.reset()
+
+    assert cache.finish_job(done(plan), now=0.0) is JobEffect.NOTHING
+    assert cache.stats().host.free == 8
+    cache.check()
+
+
+def test_a_timed_out_write_of_several_paths_releases_all_of_them():
+    """Lesson 50: only the target slots stay unused until the executor is quiet."""
+    cache, plan = make_two_to_write()
+
+    cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT), now=0.0)
+    assert (cache.num_available, cache.stats().host.quarantined) == (8, 4)
+    cache.check()
+    cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.QUIET), now=0.0)
+
+    assert cache.stats().host.free == 8
+    cache.check()
+
+
+def test_a_lookup_that_tells_nothing_new_leaves_a_match_current():
+    """Most lookups end like this; matching a long prompt again would take longer than the
+    lookup."""
+    cache = make_on_host(storage=True)
+    path = make_path(1, 2, 3)
+    answers = []
+    for _ in range(2):
+        match = cache.match(path)
+        lookup = cache.plan_lookup([(path, 2)])
+        outcome = JobOutcome(job=lookup.job, status=JobStatus.DONE, found=(2,))
+        cache.finish_job(outcome, now=0.0)
+        answers.append(cache.is_current(match))
+
+    assert answers == [False, True]

@@ -91,6 +91,6 @@ def test_an_engine_without_hashing_ahead_computes_the_same_keys():
         slots = cache.take(2, now=0.0)
         assert slots is not None
         cache.commit(lease, path, slots, now=0.0)
-        events.append(cache.take_events())
+        events.append(list(cache.take_events()))
 
     assert events[0] == events[1]

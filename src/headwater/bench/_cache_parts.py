@@ -11,6 +11,7 @@ threads.
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -107,7 +108,7 @@ class _Replay:
         self._ended: list[TransferJob] = []
         self._started: list[OffloadJob] = []
         self._in_storage: set[BlockKey] = set()
-        self._events: list[CacheEvent] = []
+        self._events: Sequence[CacheEvent] = ()
         self._now = 0.0
         self._counts: Counter[str] = Counter()
 
@@ -203,7 +204,8 @@ class _Replay:
             lookup = cache.plan_lookup([(path, limit)])
             outcome = JobOutcome(job=lookup.job, status=JobStatus.DONE, found=(found,))
             cache.finish_job(outcome, now=now)
-            match = cache.match(path, limit)
+            if not cache.is_current(match):
+                match = cache.match(path, limit)
         while match.host_blocks or match.storage_blocks:
             job = cache.plan_load(match, limit_blocks=match.num_blocks, now=now)
             if job is None:
@@ -217,11 +219,11 @@ class _Replay:
     def _write(self) -> None:
         """Plan the writes that are due, as the scheduler does in each step."""
         cache, limits = self._cache, self._limits
-        cache.expect_admissions(0)
-        if not cache.may_offload:
+        to_store = limits[Tier.STORAGE]
+        if not cache.may_offload(can_store=to_store > 0):
             return
         plans = cache.plan_offloads(
-            limit_blocks=limits[Tier.HOST], limit_stored=limits[Tier.STORAGE], now=self._now
+            limit_blocks=limits[Tier.HOST], limit_stored=to_store, now=self._now
         )
         for job in plans:
             limits[job.target] -= job.num_blocks

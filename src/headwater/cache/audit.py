@@ -69,7 +69,7 @@ def _check_pins(cache: "CacheParts", nodes: list[Node]) -> None:
     records = list(cache._jobs.by_id.values())
     expected: Counter[Node] = Counter()
     ends: list[Node | None] = [lease.node for lease in cache._leases]
-    ends += [record.node for record in records if record.pins_path]
+    ends += [end for record in records if record.pins_ends for end in record.ends]
     for end in ends:
         at = end
         while at is not None:

@@ -4,7 +4,7 @@ The cost is proportional to the evicted blocks, however many leaves are cached. 
 out* of their node before they go to the pool, so that no second path can free them again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Evictor:
         self._device.pool.free(_joined(self._evict_device(count)), SlotState.CACHED)
         return count
 
-    def evict_host(self, count: int, kept: Node | None = None) -> int:
+    def evict_host(self, count: int, kept: Container[Node] = ()) -> int:
         """Evict up to `count` host blocks, but none of `kept`; return how many. The result is
         smaller when the other blocks are in use."""
         host = self._host
@@ -118,6 +118,10 @@ class Evictor:
         device = self._device
         moved: list[Slots] = []
         need = count
+        if count == 1 and (slots := self._evict_one()) is not None:
+            device.evictable -= 1
+            device.evicted += 1
+            return [slots]
         if self._writes.window.is_enabled:
             # Blocks with a host copy are found again, so they go first: a large admission may
             # evict more than was written ahead.
@@ -134,6 +138,28 @@ class Evictor:
         if len(self._stored_only) > self._max_stored:
             self.bound_stored()
         return moved
+
+    def _evict_one(self) -> Slots | None:
+        """Move the last slot of the first victim out of it, if that needs no search and does not
+        empty the node: what a running sequence needs for its next block."""
+        node = next(iter(self._device.order.victims()))
+        slots = node.device
+        left, on_host = len(slots) - 1, len(node.host)
+        if not left or node.device_children:
+            return None
+        if on_host <= left:
+            if self._writes.window.is_enabled:
+                return None
+        else:
+            self._host.duplicates.pop(node, None)
+            self._tree.num_both -= 1
+        if self._events is not None:
+            self._events.removed(node, Tier.DEVICE, left, left + 1)
+        node.device = slots[:left]
+        self._tree.version += 1
+        if on_host < node.num_blocks:
+            self._shrink(node, MissReason.EVICTED_DEVICE)
+        return slots[left:]
 
     def _written_victims(self) -> Iterator[Node]:
         """Nodes of the device order that are also on the host. Other nodes are skipped, but at
@@ -195,11 +221,9 @@ class Evictor:
             if on_host or node.num_stored or node.children:
                 if on_host < node.num_blocks:
                     self._shrink(node, MissReason.EVICTED_DEVICE)
-            elif parent.children.pop(node.first, None) is node:
-                node.gone = True
-                leaves.append(node)
             else:
-                raise InvariantError("a node in the eviction order is not in the tree")
+                self._cut(node, parent)
+                leaves.append(node)
             need -= count
             if not need:
                 break
@@ -214,45 +238,78 @@ class Evictor:
         tier."""
         self._device.order.discard_all(evicted)
         self._writes.discard(evicted, Tier.DEVICE)
-        if leaves:
-            self.lost += self._ghosts.add(leaves, MissReason.EVICTED_DEVICE)
-            self._tree.forget(leaves)
+        self._bury(leaves, MissReason.EVICTED_DEVICE)
 
     def _host_pass(
-        self, victims: Iterable[Node], need: int, moved: list[Slots], kept: Node | None
+        self, victims: Iterable[Node], need: int, moved: list[Slots], kept: Container[Node]
     ) -> int:
         """Evict up to `need` blocks of `victims` from the host; return how many are missing."""
         evicted: list[Node] = []
-        duplicates = self._host.duplicates
+        leaves: list[Node] = []
+        host, events = self._host, self._events
+        duplicates, pool = host.duplicates, host.pool
         for node in victims:
             if not need:
                 break
+            slots, on_device = node.host, len(node.device)
             # A node that is also on the device can leave the host. Otherwise it must stay
             # while a child on the host needs it, or a load to the device goes through it.
-            if len(node.device) < node.num_blocks and (node.host_children or node.pins):
+            if on_device < node.num_blocks and (node.host_children or node.pins):
                 continue
             # Evicting blocks that a lost write may still read would free no slot.
-            if node is kept or self._host.pool.is_read(node.host):
+            if node in kept or pool.has_lost_read(slots):
                 continue
             if node in duplicates:
                 node.suspended_at = -1  # the device has it: write it again before that changes
-            keep = max(len(node.host) - need, 0)
-            if self._events is not None:
-                self._events.removed(node, Tier.HOST, keep, len(node.host))
-            self._tree.num_both -= max(node.num_both - keep, 0)
-            need -= len(node.host) - keep
-            moved.append(node.host[keep:])
-            node.host = node.host[:keep] if keep else EMPTY
-            if not keep:
-                evicted.append(node)
-                node.parent.host_children -= 1  # type: ignore[union-attr]  # a root has no slots
-            self._shrink(node, MissReason.EVICTED_HOST)
+            count = len(slots)
+            keep = count - need if count > need else 0
+            if events is not None:
+                events.removed(node, Tier.HOST, keep, count)
+            if on_device > keep:
+                self._tree.num_both -= min(on_device, count) - keep
+            need -= count - keep
+            if keep:
+                moved.append(slots[keep:])
+                node.host = slots[:keep]
+                self._shrink(node, MissReason.EVICTED_HOST)
+                break
+            moved.append(slots)
+            node.host = EMPTY
+            evicted.append(node)
+            parent: Node = node.parent  # type: ignore[assignment]  # a root has no slots
+            parent.host_children -= 1
+            if on_device or node.num_stored or node.children:
+                if on_device < node.num_blocks:
+                    self._shrink(node, MissReason.EVICTED_HOST)
+            else:
+                self._cut(node, parent)
+                leaves.append(node)
         self._tree.version += 1
-        for node in evicted:
-            duplicates.pop(node, None)
+        self._finish_host_pass(evicted, leaves)
+        return need
+
+    def _finish_host_pass(self, evicted: list[Node], leaves: list[Node]) -> None:
+        """`evicted` nodes have left the host; `leaves` are those of them that are now in no
+        tier."""
+        duplicates = self._host.duplicates
+        if duplicates:
+            for node in evicted:
+                duplicates.pop(node, None)
         self._host.order.discard_all(evicted)
         self._writes.discard(evicted, Tier.HOST)
-        return need
+        self._bury(leaves, MissReason.EVICTED_HOST)
+
+    def _cut(self, node: Node, parent: Node) -> None:
+        """Take a leaf that is in no tier any more out of the tree; `_bury` does the rest."""
+        if parent.children.pop(node.first, None) is not node:
+            raise InvariantError("a node in the eviction order is not in the tree")
+        node.gone = True
+
+    def _bury(self, leaves: list[Node], reason: MissReason) -> None:
+        """Remember why `leaves`, which were taken out of the tree, are not cached any more."""
+        if leaves:
+            self.lost += self._ghosts.add(leaves, reason)
+            self._tree.forget(leaves)
 
     def _shrink(self, node: Node, reason: MissReason) -> None:
         """Make `node` end with its last block that is in any tier."""

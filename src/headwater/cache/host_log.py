@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from headwater.cache.keys import Namespace
 from headwater.cache.node import Node
-from headwater.cache.tree import PrefixTree, namespace_of
+from headwater.cache.tree import PrefixTree
 from headwater.types import BlockKey, Slots
 
 
@@ -66,7 +66,7 @@ class HostBlockLog:
         end, stride = start + len(slots), self._tree.stride
         self._changes.append(
             HostArrival(
-                namespace=namespace_of(node),
+                namespace=node.namespace,
                 parent=self._tree.key_before(node, start),
                 keys=self._tree.keys(node)[start:end],
                 tokens=node.tokens[start * stride : end * stride],

@@ -5,6 +5,8 @@ A job that timed out keeps only the slots that its executor may still touch, unt
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from headwater.cache.evictor import Evictor
 from headwater.cache.jobs import JobRecord, JobTable
 from headwater.cache.keys import TokenPath
@@ -21,7 +23,7 @@ from headwater.cache.plan import (
 from headwater.cache.pool import SlotState, TierPool
 from headwater.cache.residency import Residency
 from headwater.cache.write_queue import WriteQueue
-from headwater.types import JobId, Tier
+from headwater.types import EMPTY, JobId, Slots, Tier
 
 LearnStored = Callable[[TokenPath, int, float], None]
 """Adds to the tree that storage has the first blocks of a path."""
@@ -96,11 +98,12 @@ class JobFinisher:
     def _finish_transfer(
         self, record: JobRecord, plan: TransferJob, outcome: JobOutcome, *, now: float
     ) -> JobEffect:
-        """Attach the blocks that arrived, free the other targets, and release the path.
+        """Attach the blocks that arrived, free the other targets, and release the paths.
 
         A job that timed out has no segments any more, so its second outcome attaches nothing.
         """
-        if outcome.status is JobStatus.TIMED_OUT:
+        status = outcome.status
+        if status is JobStatus.TIMED_OUT:
             self._time_out(record, plan, now=now)
             self._evictor.bound_stored()
             return JobEffect.QUARANTINED
@@ -109,10 +112,14 @@ class JobFinisher:
         attached = self._attach(record, plan, arrived)
         if arrived < num_blocks:
             self._suspend_writes(record)
-        self._end(record, plan, now=now)
-        lost = None if arrived == num_blocks else _LOST.get(outcome.status)
-        if lost is not None:
-            self._forget_from(record, plan, arrived, lost)
+        self._jobs.remove(record)
+        if plan.target is Tier.STORAGE:
+            pool = self._tier_pools[Tier.HOST].pool
+            pool.end_read(plan.source_slots, was_lost=record.timed_out)
+        if record.ends:
+            self._release(record, plan, now=now)
+            if arrived < num_blocks and status in _LOST:
+                self._forget_from(record, plan, arrived, _LOST[status])
         self._evictor.bound_stored()  # nodes of a job in flight cannot be forgotten
         return JobEffect.ATTACHED if attached else JobEffect.NOTHING
 
@@ -134,71 +141,68 @@ class JobFinisher:
         """
         record.timed_out = True
         self._suspend_writes(record)
-        node, pinned, cold = record.node, record.pins_path, record.is_still_cold
         tier_pool = self._tier_pools.get(plan.target)
         if tier_pool is not None:
             tier_pool.pool.move(plan.target_slots, SlotState.MOVING, SlotState.QUARANTINED)
-        nodes = [segment.node for segment in record.segments]
+        else:
+            self._tier_pools[Tier.HOST].pool.lose_read(plan.source_slots)
+        segments, ends, pinned = record.segments, record.ends, record.pins_ends
         self._jobs.detach(record)
-        for each in nodes:
-            self._writes.resume(each)
-        self._residency.touch_host(node, now=now)
-        if pinned and node is not None:
-            self._pins.unpin(node, now=now, cold=cold)
+        for segment in segments:
+            self._writes.end_job(segment.node)
+        for node in reversed(ends):
+            self._residency.touch_host(node, now=now)
+            if pinned:
+                self._pins.unpin(node, now=now, cold=record.is_still_cold(node))
 
     def _attach(self, record: JobRecord, plan: TransferJob, arrived: int) -> int:
         """Make the first `arrived` blocks findable and free the other target slots."""
-        attached, target = 0, plan.target_slots
+        tier, target = plan.target, plan.target_slots
+        attached: list[Slots] = []
+        at = num_attached = 0
         for segment in record.segments:
-            count = min(segment.count, arrived - attached)
+            count = min(segment.count, arrived - at)
             if count <= 0:
                 break
-            slots = target[attached : attached + count]
-            if not self._residency.attach(
-                segment.node, plan.target, segment.start, count, slots
-            ):
-                break
-            attached += count
-        tier_pool = self._tier_pools.get(plan.target)
-        if tier_pool is not None:
-            old = SlotState.MOVING
-            if record.timed_out:
-                old = SlotState.QUARANTINED
-            if attached < len(target):
-                tier_pool.pool.free(target[attached:], old)
-                target = target[:attached]
-            if attached:
-                tier_pool.pool.move(target, old, SlotState.CACHED)
-        return attached
+            slots = target[at : at + count]
+            # Blocks whose parent did not arrive are not attached.
+            if self._residency.attach(segment.node, tier, segment.start, count, slots):
+                attached.append(slots)
+                num_attached += count
+            at += segment.count
+        if tier is not Tier.STORAGE:
+            pool = self._tier_pools[tier].pool
+            old = SlotState.QUARANTINED if record.timed_out else SlotState.MOVING
+            if num_attached == len(target):
+                pool.move(target, old, SlotState.CACHED)
+            else:
+                used = np.concatenate((EMPTY, *attached))
+                pool.move(used, old, SlotState.CACHED)
+                pool.free(target[~np.isin(target, used)], old)
+        return num_attached
 
-    def _end(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:
-        """Remove a job from the table, return its nodes to the host order, and release its
-        pins."""
-        node, pinned, cold = record.node, record.pins_path, record.is_still_cold
-        self._jobs.remove(record)
-        if plan.target is Tier.STORAGE:
-            self._tier_pools[Tier.HOST].pool.end_read(plan.source_slots)
-        if node is None:
-            return
-        self._residency.touch_host(node, now=now)
-        if plan.target is Tier.HOST:
-            for segment in record.segments:
-                self._writes.add_to_storage(segment.node, now)
+    def _release(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:
+        """Return the nodes of an ended job to the host order and the write queue, and release its
+        pins. In reverse, so that the first victim of the job is the first victim again."""
+        to_host = plan.target is Tier.HOST
+        ends = record.ends
+        for node in reversed(ends):
+            self._residency.touch_host(node, now=now)
         for segment in record.segments:
-            self._writes.resume(segment.node)
-        self._mark_duplicates(record, plan)
-        if pinned:
-            self._pins.unpin(node, now=now, cold=cold)
+            self._writes.end_job(segment.node, written_s=now if to_host else None)
+        if record.pins_ends:
+            self._mark_duplicates(record)
+            for node in reversed(ends):
+                self._pins.unpin(node, now=now, cold=record.is_still_cold(node))
 
-    def _mark_duplicates(self, record: JobRecord, plan: TransferJob) -> None:
+    def _mark_duplicates(self, record: JobRecord) -> None:
         """Blocks of this job are on the device and on the host now."""
         window = self._writes.window
-        if not window.is_enabled or Tier.DEVICE not in (plan.source, plan.target):
-            return
-        if record.is_still_cold or window.has_everything:
+        if not window.is_enabled or window.has_everything:
             return  # the device evicts them soon, unless a lease pins them first
         for segment in record.segments:
-            self._tier_pools[Tier.HOST].mark_duplicate(segment.node)
+            if not record.is_still_cold(segment.node):
+                self._tier_pools[Tier.HOST].mark_duplicate(segment.node)
 
     def _suspend_writes(self, record: JobRecord) -> None:
         """A write that failed is not repeated at once: a broken tier must not keep the engine

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headwater.cache.node import Node
-from headwater.cache.plan import Job, JobOutcome, LoadJob, OffloadJob, TransferJob
+from headwater.cache.plan import Job, JobOutcome, LoadJob, OffloadJob
 from headwater.types import JobId, Tier
 
 
@@ -22,7 +22,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class JobRecord:
-    """One job in flight and the nodes it concerns, root side first.
+    """One job in flight and the nodes it concerns; those of one path root side first.
 
     A job describes blocks, never how they are divided into nodes: when a node is split, the
     segments are divided with it. Lookups and removals have no segments.
@@ -30,42 +30,33 @@ class JobRecord:
 
     plan: Job
     segments: list[Segment] = field(default_factory=list)
-    node: Node | None = None
-    """The last node of the path of the segments."""
+    ends: tuple[Node, ...] = ()
+    """The last node of each path of the segments."""
+
+    pins_ends: bool = False
+    """Whether the job pins the paths of `ends`, on the device.
+
+    Only copies from or to the device need that. A job between host and storage holds the host
+    slots that it reads or writes, and nothing on the device: storage may be slow, and admission
+    must not wait for it."""
 
     cold: bool = False
     """The job copies the next victims of the device tier, which become victims again when it
     ends, unless they were used meanwhile."""
 
-    used: int = 0
-    """`used` of the last node when a `cold` job began."""
+    used: frozenset[int] = frozenset()
+    """`used` of each of `ends` when a `cold` job began."""
 
     timed_out: bool = False
-    detached: bool = False
     """Timed out and no longer related to any node. Only slots are still kept for the job."""
 
     deferred: list[JobOutcome] | None = None
     """Outcomes received while a step in flight uses the slots; None when no step does."""
 
-    @property
-    def pins_path(self) -> bool:
-        """Whether the job pins the path of its last node, on the device.
-
-        Only copies from or to the device need that. A job between host and storage holds the
-        host slots that it reads or writes, and nothing on the device: storage may be slow, and
-        admission must not wait for it.
-        """
-        plan = self.plan
-        return (
-            isinstance(plan, TransferJob)
-            and Tier.DEVICE in (plan.source, plan.target)
-            and not self.detached
-        )
-
-    @property
-    def is_still_cold(self) -> bool:
-        """Whether its node is a next victim of the device tier: nothing used it meanwhile."""
-        return self.cold and self.node is not None and self.node.used == self.used
+    def is_still_cold(self, node: Node) -> bool:
+        """Whether `node` is a next victim of the device tier: nothing used it meanwhile, because a
+        use changes `used` to a number that was never used before."""
+        return self.cold and node.used in self.used
 
     def divide(self, head: Node, tail: Node, at: int) -> None:
         """`tail` was split before its block `at`; `head` is the new node with the first part.
@@ -119,8 +110,8 @@ class JobTable:
         """The job stays in the table but no longer concerns any node."""
         _leave_nodes(record)
         record.segments = []
-        record.node = None
-        record.detached = True
+        record.ends = ()
+        record.pins_ends = False
 
     def to_storage(self) -> set[JobId]:
         """Writes to storage whose executor may still be at work."""

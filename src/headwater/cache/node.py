@@ -13,13 +13,13 @@ The longest of the three is `num_blocks`: a block that left its last tier is not
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from headwater.cache.keys import KeyScheme
+from headwater.cache.keys import SHARED, KeyScheme, Namespace
 from headwater.errors import InvariantError
+from headwater.native.block_keys import next_key
 from headwater.types import EMPTY, BlockKey
 
 if TYPE_CHECKING:
     from headwater.cache.jobs import JobRecord
-    from headwater.cache.keys import Namespace
     from headwater.cache.plan import MissReason
     from headwater.cache.sessions import SessionEntry
 
@@ -84,10 +84,11 @@ class Node:
         self.lost: MissReason | None = None
         """Why the block that follows `num_blocks` in `tokens`, if there is one, was removed."""
         self.media: Mapping[int, bytes] | None = None
-        self.namespace: Namespace | None = None
-        """Only for a root: the namespace of all blocks below it."""
+        self.namespace: Namespace = SHARED if parent is None else parent.namespace
         self.keys: list[BlockKey] | None = None
-        """Block keys of the leading blocks, once they have been computed."""
+        """Block keys of the leading blocks, once they have been computed. They may be followed by
+        keys of blocks that the node had before it was shortened. The list only grows, because
+        events that were not published yet refer to it; it is replaced to drop keys."""
         self.device = self.host = EMPTY
         self.num_stored = 0
         self.device_children = 0
@@ -143,10 +144,22 @@ class NodeKeys:
         """Bytes of the tokens of a block."""
 
     def keys(self, node: Node) -> list[BlockKey]:
-        """The block keys of `node`, computed once and remembered."""
-        known = node.keys
-        if known is not None and len(known) >= node.num_blocks:
-            return known
+        """The block keys of `node`, computed once and remembered; possibly followed by others."""
+        known, num_blocks = node.keys, node.num_blocks
+        if known is not None:
+            start = len(known)
+            if start >= num_blocks:
+                return known
+            # A sequence committed the next block of its output: most keys are computed here.
+            if start == num_blocks - 1 and start and node.media is None:
+                at = start * self.stride
+                block = node.tokens[at : at + self.stride]
+                known.append(BlockKey(next_key(known[-1], block)))
+                return known
+        return self._complete(node)
+
+    def _complete(self, node: Node) -> list[BlockKey]:
+        """Compute the keys of `node` and of the nodes before it, as far as they are missing."""
         missing = []
         at: Node | None = node
         while at is not None and (at.keys is None or len(at.keys) < at.num_blocks):
@@ -161,7 +174,8 @@ class NodeKeys:
         at = node if block else node.parent
         if at is None:
             raise InvariantError("no block is before a root")
-        return self.keys(at)[block - 1]
+        # A root has no blocks and one key: that of its namespace.
+        return self.keys(at)[block - 1 if block else at.num_blocks - 1]
 
     def _compute_keys(self, node: Node) -> None:
         parent = node.parent
@@ -173,7 +187,8 @@ class NodeKeys:
         media = node.media
         if media is not None and keys:
             media = shifted_media(media, len(keys), node.num_blocks - len(keys))
-        computed = self.scheme.chain(keys[-1] if keys else parent.keys[-1], run, media)
+        before = keys[-1] if keys else parent.keys[parent.num_blocks - 1]
+        computed = self.scheme.chain(before, run, media)
         node.keys = keys + computed if keys else computed
 
 

@@ -5,7 +5,7 @@ methods of `TieredCache`.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from headwater.cache.audit import audit
 from headwater.cache.config import CacheConfig
@@ -30,7 +30,7 @@ from headwater.cache.stats import CacheStats
 from headwater.cache.transfer_planner import TransferPlanner
 from headwater.cache.tree import PrefixTree
 from headwater.cache.write_queue import EvictionWindow, WriteQueue
-from headwater.events import BlocksStored, CacheEvent
+from headwater.events import CacheEvent
 from headwater.types import JobId, Slots, Tier
 
 
@@ -107,27 +107,26 @@ class CacheParts:
         """When the next session is expected; None when none is expected."""
         return self._sessions.next_due_s
 
-    @property
-    def may_offload(self) -> bool:
-        """Whether `plan_offloads` may find something to write. O(1)."""
-        return self._writes.may_have_any
+    def may_offload(self, *, num_expected: int = 0, can_store: bool = True) -> bool:
+        """Whether `plan_offloads` may find something to write. O(1); called once per step.
 
-    def expect_admissions(self, num_blocks: int) -> None:
-        """The next admissions take up to `num_blocks` device blocks: have the next victims
-        written to the host before that."""
-        self._writes.window.expect(num_blocks)
+        The next admissions take up to `num_expected` device blocks, so the next victims are
+        written to the host before that. `can_store` is whether storage may get writes now.
+        """
+        return self._writes.begin_step(num_expected, can_store=can_store)
 
-    def take_events(self) -> list[CacheEvent]:
-        """KV events since the last call, in order; none unless `record_events` is set."""
-        return [] if self._events is None else self._events.take()
+    def take_events(self) -> Sequence[CacheEvent]:
+        """KV events since the last call, in order; none unless `record_events` is set. Another
+        thread may read them: they are built when they are read."""
+        return () if self._events is None else self._events.take()
 
     def take_host_changes(self) -> list[HostChange]:
         """Arrivals in host slots since the last call; none unless `record_host` is set."""
         return [] if self._host_log is None else self._host_log.take()
 
-    def snapshot_events(self) -> Iterator[BlocksStored]:
-        """KV events that describe every cached block. O(blocks)."""
-        return iter(()) if self._events is None else self._events.snapshot()
+    def snapshot_events(self) -> Sequence[CacheEvent]:
+        """KV events that describe every cached block, built when they are read. O(nodes)."""
+        return () if self._events is None else self._events.snapshot()
 
     def outline(self, *, max_depth: int, max_nodes: int) -> Outline:
         """The shape of the prefix tree, without tokens and keys."""

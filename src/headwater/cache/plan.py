@@ -152,9 +152,9 @@ class JobOwner(Protocol):
         """
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TransferJob:
-    """Copy consecutive blocks from one tier to the next: one job per run, never one per block.
+    """Copy blocks from one tier to the next: one job per run, never one per block.
 
     Device and host are addressed by slots, storage by keys; the unused field is empty. The
     cache keeps the slots of both sides from other use until the job ends.

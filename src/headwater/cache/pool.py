@@ -90,6 +90,8 @@ class SlotPool:
         """How many writes to storage are reading each slot."""
         self._num_reads = 0
         """Sum of `_readers`; while it is 0, `free` need not look at the array."""
+        self._num_lost_reads = 0
+        """How many of them belong to writes that timed out."""
 
     def take(self, count: int, state: SlotState = SlotState.HELD) -> Slots | None:
         """Move `count` free slots to `state`, or change nothing and return None."""
@@ -163,14 +165,15 @@ class SlotPool:
         A slot that is being read becomes QUARANTINED instead, until the read ends.
         """
         count = len(slots)
-        if not count:
-            return
-        if self._num_reads:
-            slots = self._quarantine_read(slots, old)
-            count = len(slots)
-        if count == 1 and self._free_one(slots.item(0), old):
+        if not count or (count == 1 and self._free_one(slots.item(0), old)):
             return
         self._require(slots, count, old)
+        if self._num_reads:
+            is_read = self._readers[slots] > 0
+            if is_read.any():
+                self.move(slots[is_read], old, _QUARANTINED)
+                slots = slots[~is_read]
+                count = len(slots)
         self._state[slots] = _FREE
         self._free[self.num_free : self.num_free + count] = slots
         self.num_free += count
@@ -178,23 +181,32 @@ class SlotPool:
         self._counts[_FREE] += count
 
     def begin_read(self, slots: Slots) -> None:
-        """An executor reads these cached slots: they must not be reused before `end_read`."""
-        self._require(slots, len(slots), SlotState.CACHED)
+        """An executor reads these cached slots of one node: they must not be reused before
+        `end_read`. The tree names each slot once, so that is not examined again."""
+        if self._state[slots].tobytes().strip(_BYTE[SlotState.CACHED]):
+            self._raise_wrong_state(slots, SlotState.CACHED)
         self._readers[slots] += 1
         self._num_reads += len(slots)
 
-    def end_read(self, slots: Slots) -> None:
+    def lose_read(self, slots: Slots) -> None:
+        """The executor that reads these slots did not end in time and may still read them."""
+        self._num_lost_reads += len(slots)
+
+    def end_read(self, slots: Slots, *, was_lost: bool = False) -> None:
         """The read has ended. Slots that lost their block meanwhile become free."""
         left = self._readers[slots] - 1
         self._readers[slots] = left
         self._num_reads -= len(slots)
+        if was_lost:
+            self._num_lost_reads -= len(slots)
         if self._counts[_QUARANTINED]:
             unused = (left == 0) & (self._state[slots] == _QUARANTINED)
             self.free(slots[unused], _QUARANTINED)
 
-    def is_read(self, slots: Slots) -> bool:
-        """Whether an executor reads one of `slots`."""
-        return self._num_reads > 0 and bool((self._readers[slots] > 0).any())
+    def has_lost_read(self, slots: Slots) -> bool:
+        """Whether an executor that did not end in time may read one of `slots`, none of which is
+        part of a job in flight."""
+        return self._num_lost_reads > 0 and bool((self._readers[slots] > 0).any())
 
     def stats(self) -> PoolStats:
         """How many slots are in each state now."""
@@ -233,13 +245,17 @@ class SlotPool:
             raise InvariantError("the count of a slot state is wrong")
         if self._readers.sum() != self._num_reads or self._readers.min(initial=0) < 0:
             raise InvariantError("the number of slots being read is wrong")
+        if not 0 <= self._num_lost_reads <= self._num_reads:
+            raise InvariantError("the number of slots of lost reads is wrong")
 
     def _free_one(self, slot: int, old: SlotState) -> bool:
         """Free one slot in half the time: most sequences give back one unfilled block.
 
-        Returns False and changes nothing if it is not a slot in state `old`.
+        Returns False and changes nothing if it is not a slot in state `old`, or is being read.
         """
         if not 0 <= slot < self.num_slots or self._state.item(slot) != old:
+            return False
+        if self._num_reads and self._readers.item(slot):
             return False
         self._state[slot] = _FREE
         self._free[self.num_free] = slot
@@ -247,14 +263,6 @@ class SlotPool:
         self._counts[old] -= 1
         self._counts[_FREE] += 1
         return True
-
-    def _quarantine_read(self, slots: Slots, old: SlotState) -> Slots:
-        """Quarantine those of `slots` that are being read; return the others."""
-        self._require(slots, len(slots), old)
-        is_read = self._readers[slots] > 0
-        if is_read.any():
-            self.move(slots[is_read], old, _QUARANTINED)
-        return slots[~is_read]
 
     def _require(self, slots: Slots, count: int, state: SlotState) -> None:
         """Raise unless every slot exists, is in `state`, and is named once."""

@@ -63,6 +63,8 @@ class Publisher:
 
     def learn_stored(self, path: TokenPath, count: int, now: float) -> None:
         """Storage has the first `count` blocks of `path`: find or create their nodes."""
+        if self._is_stored(path, count):
+            return
         node, block = self._tree.root(path.namespace), 0
         self._pins.pin(node)
         while block < count:
@@ -81,6 +83,15 @@ class Publisher:
             node, block = child, block + common
         self._tree.version += 1
         self._pins.release(node, now=now)
+
+    def _is_stored(self, path: TokenPath, count: int) -> bool:
+        """Whether the tree knows already that storage has the first `count` blocks of `path`."""
+        nodes, found = self._tree.walk(path, count)
+        if found < count:
+            return False
+        return all(
+            node.num_stored >= min(node.num_blocks, count - node.start) for node in nodes
+        )
 
     def _make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
         """Create a node after `parent` that has no blocks in any tier yet."""

@@ -178,8 +178,10 @@ class TieredCache(CacheParts):
         if lease.pending is not None:
             self._in_flight.withdraw(lease)
         del self._leases[lease]
-        if finished is None or lease.node.gone:
+        if lease.node.gone:
             self._pins.release(lease.node, now=now)
+        elif finished is None:
+            self._release_path(lease, now)
         elif finished.session and lease.num_blocks:
             entry = self._sessions.record(lease, finished, now)
             if entry.promised:
@@ -271,7 +273,7 @@ class TieredCache(CacheParts):
         `limit_stored`, storage gets the part of `limit_blocks` that the host does not use.
         """
         _require_limit(limit_blocks)
-        return self._planner.plan_offloads(limit_blocks, limit_stored, owner, now=now)
+        return self._planner.plan_offloads(limit_blocks, limit_stored, owner)
 
     def plan_lookup(
         self, questions: Iterable[tuple[TokenPath, int]], *, owner: JobOwner | None = None
@@ -321,7 +323,8 @@ class TieredCache(CacheParts):
     def keys(self, path: TokenPath, num_blocks: int) -> list[BlockKey]:
         """Block keys of the first `num_blocks` blocks; keys of cached blocks are remembered."""
         nodes, found = self._tree.walk(path, num_blocks)
-        keys = [key for node in nodes for key in self._tree.keys(node)][:found]
+        runs = [self._tree.keys(node)[: node.num_blocks] for node in nodes]
+        keys = [key for run in runs for key in run][:found]
         last = keys[-1] if keys else self._tree.scheme.root(path.namespace)
         stride = self.block_tokens * 4
         media = path.media and {i - found: m for i, m in path.media.items()}
@@ -355,8 +358,13 @@ class TieredCache(CacheParts):
         runs = self._device.order.visit(lease, finished, now)
         if runs:
             self._pins.mark(lease.node, runs, now=now)
+        self._release_path(lease, now)
+
+    def _release_path(self, lease: Lease, now: float) -> None:
+        """Unpin the path of `lease`, and queue what lower tiers do not have of it."""
         self._pins.release(lease.node, now=now)
-        self._writes.add_finished(lease.node, now)
+        if self.config.host_blocks:
+            self._writes.add_released(lease.node, now)
 
     def _claim(self, match: Match, now: float) -> tuple[Node, list[Slots]]:
         """The node with which the device part of `match` ends; split there if necessary."""

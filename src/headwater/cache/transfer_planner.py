@@ -6,7 +6,7 @@ and storage pin nothing on the device: storage may be slow or never answer, and 
 not wait for it. `JobFinisher` applies what the end of a job changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -18,9 +18,13 @@ from headwater.cache.plan import JobOwner, LoadJob, Lookup, Match, OffloadJob, R
 from headwater.cache.pool import SlotState, TierPool
 from headwater.cache.residency import Residency
 from headwater.cache.tree import PrefixTree
-from headwater.cache.write_queue import WriteQueue
+from headwater.cache.write_queue import HostWrite, WriteKind, WriteQueue
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, BlockKey, Slots, Tier
+
+_RUN_BLOCKS = 128
+"""A job that writes to the host gets no further node once it has this many blocks: its blocks are
+findable only when all of them have arrived."""
 
 
 class TransferPlanner:
@@ -64,15 +68,13 @@ class TransferPlanner:
         limit: int,
         limit_stored: int | None,
         owner: JobOwner | None,
-        *,
-        now: float,
     ) -> list[OffloadJob]:
         """Plan the queued writes. Without `limit_stored`, storage gets the part of `limit` that
         the host does not use."""
         writes = self._writes
         plans: list[OffloadJob] = []
         if writes.may_have_host_writes:
-            plans = self._plan_host_writes(limit, owner, now=now)
+            plans = self._plan_host_writes(limit, owner)
             limit -= sum(plan.num_blocks for plan in plans)
         to_store = limit if limit_stored is None else limit_stored
         if to_store > 0 and writes.may_have_storage_writes:
@@ -83,43 +85,81 @@ class TransferPlanner:
             # Storage may have asked for blocks that have to be written to the host first. They
             # are planned now, so that a second call without a change plans nothing.
             if writes.may_have_host_writes:
-                plans += self._plan_host_writes(limit, owner, now=now)
+                plans += self._plan_host_writes(limit, owner)
         return plans
 
-    def _plan_host_writes(
-        self, limit: int, owner: JobOwner | None, *, now: float
-    ) -> list[OffloadJob]:
-        """Plan up to `limit` blocks of the queued writes to the host."""
+    def _plan_host_writes(self, limit: int, owner: JobOwner | None) -> list[OffloadJob]:
+        """Plan up to `limit` blocks of the queued writes to the host.
+
+        One job writes several nodes: it costs the loop little more than a job for one.
+        """
         plans: list[OffloadJob] = []
         if limit <= 0:
             return plans
-        for node, may_evict, is_next_victim in self._writes.host_candidates():
-            if limit <= 0:
-                break
-            start = len(node.host)
-            wanted = min(len(node.device) - start, limit)
-            target = self._take_host(wanted, keep=node, may_evict=may_evict)
-            count = 0 if target is None else len(target)
-            if count < wanted and not may_evict:
-                self._writes.drop(node)
-            elif count < wanted or start + count == len(node.device):
-                self._writes.suspend(node)
-            if target is None:
-                continue
-            plan = OffloadJob(
-                job=self._jobs.new_id(),
-                source=Tier.DEVICE,
-                target=Tier.HOST,
-                source_slots=node.device[start : start + len(target)],
-                target_slots=target,
-                owner=owner,
-            )
-            self._pins.pin(node)
-            segments = [Segment(node, start, len(target))]
-            self._start(JobRecord(plan, segments, node, cold=is_next_victim, used=node.used))
-            plans.append(plan)
-            limit -= plan.num_blocks
+        run: list[HostWrite] = []
+        size = 0
+        for write in self._writes.host_candidates():
+            if run and (size >= _RUN_BLOCKS or write.kind is not run[0].kind):
+                plans += self._write_to_host(run, size, owner)
+                run, size = [], 0
+            count = self._num_writable(write, limit, size)
+            if count:
+                write.num_blocks = count
+                run.append(write)
+                size += count
+                limit -= count
+                if limit <= 0:
+                    break
+        if run:
+            plans += self._write_to_host(run, size, owner)
         return plans
+
+    def _num_writable(self, write: HostWrite, limit: int, num_taken: int) -> int:
+        """How many blocks of `write` are planned, if the run before it takes `num_taken`. The node
+        leaves the queue when nothing of it is left to write, or when there is no free slot."""
+        node = write.node
+        if node.jobs:  # the queue had it too, and it is being written
+            return 0
+        unwritten = len(node.device) - len(node.host)
+        room = limit
+        if write.kind is WriteKind.INTO_FREE:
+            room = min(limit, self._tier_pools[Tier.HOST].pool.num_free - num_taken)
+        if unwritten <= room:
+            self._writes.suspend(node)
+            return unwritten
+        if room < limit:
+            self._writes.drop(node)
+        return room
+
+    def _write_to_host(
+        self, run: list[HostWrite], num_blocks: int, owner: JobOwner | None
+    ) -> list[OffloadJob]:
+        """Start one job for the nodes of `run`, as far as there are host slots."""
+        kind = run[0].kind
+        segments = [Segment(w.node, len(w.node.host), w.num_blocks) for w in run]
+        target = self._take_host(
+            num_blocks,
+            keep={segment.node for segment in segments},
+            may_evict=kind is not WriteKind.INTO_FREE,
+        )
+        if target is None or len(target) < num_blocks:
+            kept = leading(segments, 0 if target is None else len(target))
+            for segment in segments[max(len(kept) - 1, 0) :]:
+                self._writes.suspend(segment.node)
+            segments = kept
+        if target is None:
+            return []
+        source = [s.node.device[s.start : s.start + s.count] for s in segments]
+        plan = OffloadJob(
+            self._jobs.new_id(), Tier.DEVICE, Tier.HOST, _joined(source), target, owner=owner
+        )
+        ends = tuple([segment.node for segment in segments])
+        for node in ends:
+            self._pins.pin(node)
+        cold = kind is WriteKind.NEXT_VICTIM
+        used = frozenset([node.used for node in ends]) if cold else frozenset()
+        self._start(JobRecord(plan, segments, ends, pins_ends=True, cold=cold, used=used))
+        return [plan]
 
     def _plan_storage_writes(self, limit: int, owner: JobOwner | None) -> list[OffloadJob]:
         """Plan up to `limit` blocks of the queued writes to storage."""
@@ -128,18 +168,18 @@ class TransferPlanner:
             start = node.num_stored
             count = min(len(node.host) - start, limit)
             plan = OffloadJob(
-                job=self._jobs.new_id(),
-                source=Tier.HOST,
-                target=Tier.STORAGE,
-                source_slots=node.host[start : start + count],
-                target_slots=EMPTY,
-                keys=tuple(self._tree.keys(node)[start : start + count]),
-                parent=self._tree.key_before(node, start),
-                owner=owner,
+                self._jobs.new_id(),
+                Tier.HOST,
+                Tier.STORAGE,
+                node.host[start : start + count],
+                EMPTY,
+                tuple(self._tree.keys(node)[start : start + count]),
+                self._tree.key_before(node, start),
+                owner,
             )
             # A slot that is reused during the write would be stored under a wrong key.
             self._tier_pools[Tier.HOST].pool.begin_read(plan.source_slots)
-            self._start(JobRecord(plan, [Segment(node, start, count)], node))
+            self._start(JobRecord(plan, [Segment(node, start, count)], (node,)))
             plans.append(plan)
             limit -= count
         return plans
@@ -216,19 +256,15 @@ class TransferPlanner:
             runs = (self._tree.keys(s.node)[s.start : s.start + s.count] for s in segments)
             keys = tuple(key for run in runs for key in run)[: len(target)]
         plan = LoadJob(
-            job=self._jobs.new_id(),
-            source=source,
-            target=Tier(source - 1),
-            source_slots=slots,
-            target_slots=target,
-            keys=keys,
-            owner=owner,
+            self._jobs.new_id(), source, Tier(source - 1), slots, target, keys, owner=owner
         )
-        self._start(JobRecord(plan, leading(segments, len(target)), segments[-1].node))
+        ends = (segments[-1].node,)
+        from_host = source is Tier.HOST
+        self._start(JobRecord(plan, leading(segments, len(target)), ends, pins_ends=from_host))
         return plan
 
     def _take_host(
-        self, count: int, keep: Node | None = None, *, may_evict: bool = True
+        self, count: int, keep: Container[Node] = (), *, may_evict: bool = True
     ) -> Slots | None:
         """Up to `count` host slots, evicting as needed but nothing of `keep`; None when no slot
         is available."""
@@ -249,6 +285,8 @@ class TransferPlanner:
 
 def _joined(parts: list[Slots]) -> Slots:
     """One array of all parts."""
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else EMPTY
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from headwater.cache.keys import SHARED, KeyScheme, Namespace, PathKeys, TokenPath
+from headwater.cache.keys import KeyScheme, Namespace, PathKeys, TokenPath
 from headwater.cache.node import Node, NodeKeys, shifted_media
 from headwater.cache.plan import MissReason
 from headwater.errors import InvariantError
@@ -149,17 +149,20 @@ class PrefixTree(NodeKeys):
 
     def extend(self, node: Node, path: TokenPath, count: int) -> None:
         """Append blocks [node.end, node.end + count) of `path` to a leaf."""
-        stride = self.stride
-        tokens = node.tokens[: node.num_blocks * stride]
+        stride, num_blocks = self.stride, node.num_blocks
+        end = node.start + num_blocks
         if path.media is not None or node.media is not None:
-            added = shifted_media(path.media or {}, node.end, count) or {}
-            kept = shifted_media(node.media or {}, 0, node.num_blocks) or {}
-            node.media = {**kept, **{i + node.num_blocks: m for i, m in added.items()}} or None
-        end = node.start + node.num_blocks
-        if node.keys and path.keys is not None and len(node.keys) == node.num_blocks:
-            node.keys += path.keys.known_run(self.scheme, end, count) or []
+            added = shifted_media(path.media or {}, end, count) or {}
+            kept = shifted_media(node.media or {}, 0, num_blocks) or {}
+            node.media = {**kept, **{i + num_blocks: m for i, m in added.items()}} or None
+        if node.keys:
+            if len(node.keys) > num_blocks:
+                node.keys = node.keys[:num_blocks]
+            if path.keys is not None and len(node.keys) == num_blocks:
+                node.keys += path.keys.known_run(self.scheme, end, count) or []
+        tokens = node.tokens[: num_blocks * stride]
         node.tokens = tokens + path.view[end * stride : (end + count) * stride]
-        node.num_blocks += count
+        node.num_blocks = num_blocks + count
         node.lost = None
         self.version += 1
 
@@ -210,8 +213,6 @@ class PrefixTree(NodeKeys):
             raise InvariantError("a node with children was shortened")
         node.num_blocks = count
         node.lost = reason
-        if node.keys:
-            del node.keys[count:]
         # Copying the buffer each time would make removing block by block quadratic. One block
         # more than `count` is kept: that is the block that `lost` explains.
         if len(node.tokens) > 2 * (count + 1) * self.stride:
@@ -317,7 +318,7 @@ class PrefixTree(NodeKeys):
         head.num_stored = min(at, tail.num_stored)
         tail.num_stored -= head.num_stored
         if tail.keys is not None:
-            head.keys, tail.keys = tail.keys[:at], tail.keys[at:]
+            head.keys, tail.keys = tail.keys[:at], tail.keys[at : tail.num_blocks]
         if tail.media is not None:
             whole = tail.media
             head.media = shifted_media(whole, 0, at)
@@ -341,13 +342,6 @@ class PrefixTree(NodeKeys):
         for namespace in [n for n, r in self.roots.items() if not r.children and not r.pins]:
             del self.roots[namespace]
         self._prune_at = max(_ROOTS_BEFORE_PRUNING, 2 * len(self.roots))
-
-
-def namespace_of(node: Node) -> Namespace:
-    """The namespace of a node, from the root of its path."""
-    while node.parent is not None:
-        node = node.parent
-    return node.namespace or SHARED
 
 
 def subtree(node: Node) -> Iterator[Node]:

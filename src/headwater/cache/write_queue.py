@@ -20,9 +20,10 @@ a node from the queue together with its blocks, so the queue never outgrows the 
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.node import Node
@@ -47,6 +48,9 @@ _MAX_SHARE = 2
 
 _LOOKS = 16
 """The window is searched again when one part in this many of it has been used."""
+
+_SHORT_RUN = 16
+"""Under `auto`, a running sequence has this many unwritten blocks before they are written."""
 
 _PIECE = 64
 """Queued nodes that are looked at together."""
@@ -75,17 +79,16 @@ class EvictionWindow:
         self._searched_state: tuple[int, int] | None = None
         """Value of `_state` after that search."""
 
-    def measure_step(self) -> None:
-        """Measure how many blocks were taken since the last call. Called once per step."""
-        used = self._used
+    def begin_step(self, num_expected: int) -> None:
+        """Measure how many blocks were taken since the last step. The next admissions take up to
+        `num_expected`: the window holds that many, but never more than half of the device."""
+        device = self._device
+        used = device.evicted - device.pool.num_free
         taken, self._used_before = used - self._used_before, used
         if taken > 0:  # a step that takes nothing changes nothing: replay skips such steps
             self._burst = max(taken, self._burst * _BURST_MEMORY)
-
-    def expect(self, num_blocks: int) -> None:
-        """The next admissions take up to `num_blocks`: the window holds that many, but never more
-        than half of the device."""
-        self.num_blocks = max(self._least, min(num_blocks, self._most))
+        least = self._least
+        self.num_blocks = least if num_expected <= least else min(num_expected, self._most)
 
     @property
     def has_everything(self) -> bool:
@@ -142,15 +145,30 @@ class EvictionWindow:
         return self._device.evicted - self._device.pool.num_free
 
 
-class HostWrite(NamedTuple):
+class WriteKind(Enum):
+    """Why a node is written to the host."""
+
+    INTO_FREE = auto()
+    """There are free host slots; no host block may be evicted for it."""
+
+    QUEUED = auto()
+    """The write policy, a preemption or storage asked for it."""
+
+    NEXT_VICTIM = auto()
+    """The device evicts it next; after the write it is the next victim again."""
+
+
+@dataclass(slots=True)
+class HostWrite:
     """A node whose device blocks are to be written to the host."""
 
     node: Node
-    may_evict: bool
-    """Whether host blocks may be evicted for it."""
+    kind: WriteKind
+    num_blocks: int = 0
+    """Blocks that are planned."""
 
-    is_next_victim: bool = False
-    """Whether the device evicts it next; after the write it is the next victim again."""
+
+_INTO_FREE, _QUEUED, _NEXT_VICTIM = WriteKind
 
 
 class WriteQueue:
@@ -174,11 +192,12 @@ class WriteQueue:
         """Nodes that the last search found inside the window; some may be gone by now."""
         self._to_storage = StorageQueue(self.add, by_reuse=config.storage_order == "reuse")
 
-    @property
-    def may_have_any(self) -> bool:
+    def begin_step(self, num_expected: int, *, can_store: bool) -> bool:
         """Whether there may be something to write. O(1); called once per step."""
-        self.window.measure_step()
-        return bool(self._to_host) or self._to_storage.may_have_any or self.window.is_due
+        self.window.begin_step(num_expected)
+        if self._to_host or (can_store and self._to_storage.may_have_any):
+            return True
+        return self.window.is_due
 
     @property
     def may_have_host_writes(self) -> bool:
@@ -197,20 +216,25 @@ class WriteQueue:
 
     def add_committed(self, node: Node) -> None:
         """`node` got new device blocks. Under `auto` they only fill free host slots: evicting
-        for them would replace a block that is in no other tier by a duplicate."""
+        for them would replace a block that is in no other tier by a duplicate. A few blocks wait
+        for more, or for the end of the request: until then its lease keeps them anyway."""
         if self._policy is not WritePolicy.AUTO:
             self.add(node)
-        elif self._host.pool.num_free and len(node.host) < len(node.device):
+        elif self._host.pool.num_free and len(node.device) - len(node.host) >= _SHORT_RUN:
             self._to_host.setdefault(node, False)
 
-    def add_finished(self, node: Node, now: float) -> None:
+    def add_released(self, node: Node, now: float) -> None:
         """A request that used the path to `node` ended, and its blocks may be evicted soon."""
-        if self._storage:
-            # The eviction policy has marked the path, so its chance of return is known now.
-            at: Node | None = node
-            while at is not None:
+        queue = self._to_host
+        fills = self.through and self._host.pool.num_free > 0
+        at: Node | None = node
+        while at is not None:
+            if fills and len(at.host) < len(at.device):
+                queue.setdefault(at, False)
+            if self._storage:
+                # The eviction policy has marked the path: its chance of return is known now.
                 self._to_storage.add(at, now)
-                at = at.parent
+            at = at.parent
 
     def record_hit(self, node: Node) -> None:
         """A request found the path that ends with `node`."""
@@ -235,18 +259,16 @@ class WriteQueue:
         for each in reversed(path):
             self.add(each)
 
-    def add_to_storage(self, node: Node, now: float) -> None:
-        """Queue the host blocks of `node` that storage does not have."""
-        if self._storage:
-            self._to_storage.add(node, now)
-
     def next_to_store(self) -> Node | None:
         """The node whose host blocks are to be written to storage next."""
         return self._to_storage.pop()
 
-    def resume(self, node: Node) -> None:
-        """A job of `node` ended, so that it can be written."""
+    def end_job(self, node: Node, *, written_s: float | None = None) -> None:
+        """A job of `node` ended, so that it can be written to storage. `written_s` is the time if
+        the job wrote blocks to the host."""
         if self._storage:
+            if written_s is not None:
+                self._to_storage.add(node, written_s)
             self._to_storage.resume(node)
 
     def suspend(self, node: Node) -> None:
@@ -294,11 +316,11 @@ class WriteQueue:
                 if len(node.host) >= len(node.device):
                     queue.pop(node, None)
                 elif not node.jobs:
-                    yield HostWrite(node, may_evict=may_evict)
+                    yield HostWrite(node, _QUEUED if may_evict else _INTO_FREE)
                 num_kept += node in queue
         if self.window.is_due:
             for node in self._unwritten_victims():
-                yield HostWrite(node, may_evict=True, is_next_victim=True)
+                yield HostWrite(node, _NEXT_VICTIM)
             self.window.finish_search()
 
     def clear(self) -> None:
@@ -321,18 +343,17 @@ class WriteQueue:
         nodes = self.window.nodes()
         before, inside = self._inside, dict.fromkeys(nodes)
         self._inside = inside
-        for node in before:
-            # If it is not inside any more, it was used again, or others are evicted first.
-            if node not in inside and not node.gone:
+        # If it is not inside any more, it was used again, or others are evicted first.
+        for node in [node for node in before if node not in inside]:
+            if not node.gone:
                 self._host.mark_duplicate(node)
         duplicates = self._host.duplicates
-        if duplicates:
-            for node in nodes:
-                duplicates.pop(node, None)  # its host copy will soon be the only one
+        for node in duplicates.keys() & inside.keys():
+            del duplicates[node]  # its host copy will soon be the only one
         return [
             node
             for node in nodes
-            if not node.jobs
+            if len(node.host) < len(node.device)
+            and not node.jobs
             and node.suspended_at != node.used
-            and len(node.host) < len(node.device)
         ]

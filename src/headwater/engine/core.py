@@ -298,7 +298,7 @@ class EngineCore:
             return
         feed.publish(self._cache.take_events())
         if feed.snapshot_wanted:
-            feed.publish_snapshot(list(self._cache.snapshot_events()))
+            feed.publish_snapshot(self._cache.snapshot_events())
 
     def check(self) -> None:
         """Raise InvariantError if an invariant of scheduler or cache is broken. O(everything)."""

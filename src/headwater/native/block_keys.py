@@ -45,6 +45,11 @@ def chain(parent: bytes, tokens: bytes | memoryview, stride: int) -> list[bytes]
     return (_native() or _in_python)(parent, tokens, count, stride)
 
 
+def next_key(parent: bytes, block: bytes) -> bytes:
+    """The key of one block, chained to `parent`."""
+    return hashlib.sha256(parent + block).digest()
+
+
 def _in_python(
     parent: bytes, tokens: bytes | memoryview, count: int, stride: int
 ) -> list[bytes]:

@@ -57,12 +57,13 @@ class OffloadPlanner:
     def plan(self, waiting: Iterable[Sequence], now: float) -> list[OffloadJob]:
         """The writes to start now, before the `waiting` sequences are admitted. Costs little while
         there is nothing to write."""
-        self._cache.expect_admissions(self._needed(waiting))
-        if not self._cache.may_offload:
+        to_store = self._room(Tier.STORAGE)
+        expected = self._needed(waiting)
+        if not self._cache.may_offload(num_expected=expected, can_store=to_store > 0):
             return []
         plans = self._cache.plan_offloads(
             limit_blocks=self._room(Tier.HOST),
-            limit_stored=self._room(Tier.STORAGE),
+            limit_stored=to_store,
             now=now,
             owner=self,
         )
