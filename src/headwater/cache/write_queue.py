@@ -43,9 +43,6 @@ sessions that do not fit on the device found 0.91 of what they could; with four,
 _BURST_MEMORY = 0.99
 """Factor by which the burst decays with each later step that takes blocks."""
 
-_MAX_SHARE = 2
-"""At most one device block in this many is inside the window, or counts as evicted soon."""
-
 _LOOKS = 16
 """The window is searched again when one part in this many of it has been used."""
 
@@ -67,7 +64,6 @@ class EvictionWindow:
         """Whether blocks are written before they are evicted, under this write policy."""
         ahead = config.write_ahead_blocks
         self._least = max(config.device_blocks // _SHARE, 1) if ahead is None else ahead
-        self._most = max(config.device_blocks // _MAX_SHARE, self._least)
         self.num_blocks = self._least
         """Blocks inside the window."""
         self._device = device
@@ -81,14 +77,13 @@ class EvictionWindow:
 
     def begin_step(self, num_expected: int) -> None:
         """Measure how many blocks were taken since the last step. The next admissions take up to
-        `num_expected`: the window holds that many, but never more than half of the device."""
+        `num_expected`, and the window holds that many."""
         device = self._device
         used = device.evicted - device.pool.num_free
         taken, self._used_before = used - self._used_before, used
         if taken > 0:  # a step that takes nothing changes nothing: replay skips such steps
             self._burst = max(taken, self._burst * _BURST_MEMORY)
-        least = self._least
-        self.num_blocks = least if num_expected <= least else min(num_expected, self._most)
+        self.num_blocks = max(num_expected, self._least)
 
     @property
     def has_everything(self) -> bool:
@@ -96,8 +91,7 @@ class EvictionWindow:
         the next bursts of admissions take it."""
         device = self._device
         left = device.pool.num_free + device.evictable
-        # The same as max(num_blocks, min(bursts, most)); read several times per request.
-        return left < self.num_blocks or (left < self._most and left < _BURSTS * self._burst)
+        return left < self.num_blocks or left < _BURSTS * self._burst
 
     @property
     def is_due(self) -> bool:
