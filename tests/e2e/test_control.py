@@ -207,7 +207,7 @@ def test_a_refused_reload_changes_nothing(server, models, traffic):
     for model, message in (
         (models / "wide", "another shape: num_layers"),
         (models / "empty", "no config.json"),
-        (models.parent, "beside the one"),
+        (models.parent, "in the same parent folder as"),
     ):
         answer = server.post("/v1/reload_weights", {"model": str(model)})
         assert answer.status_code == 400
