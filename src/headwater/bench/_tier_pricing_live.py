@@ -116,8 +116,8 @@ def measure_live_pricing(
     ratios: dict[str, dict[str, float]] = {}
     first_ms: dict[str, dict[str, dict[str, float]]] = {}
     for scenario in scenarios:
-        at = folder / scenario.name.replace("/", "-")
-        times = _measure_cell(scenario, model, settings, at, rounds)
+        own_folder = folder / scenario.name.replace("/", "-")
+        times = _measure_cell(scenario, model, settings, own_folder, rounds)
         first_ms[scenario.name] = times
         ratios[scenario.name] = {
             at: times["priced"][at] / min(times["wait"][at], times["best_effort"][at])
