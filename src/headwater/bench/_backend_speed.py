@@ -30,7 +30,8 @@ Speeds = dict[str, dict[str, float]]
 
 
 def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) -> dict[str, Any]:
-    """`backend_ratio` and `backend_mb_s`, by backend and direction: the fastest turns of each."""
+    """Return `backend_ratio` and `backend_mb_s` by backend and direction, from the fastest
+    turns."""
     ratios: Speeds = {}
     speeds: Speeds = {}
     room = {"capacity_bytes": 2 * blocks * _SLOT_BYTES, "slab_bytes": 2 * blocks * _SLOT_BYTES}
@@ -48,7 +49,8 @@ def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) ->
         seconds = turns[_WARM_UP:]
         ratios[name], speeds[name] = {}, {}
         for way in ("write", "read"):
-            # A ceiling is what the medium can do at best, so the fastest turn counts, of both.
+            # A ceiling is the best that the medium can do, so the fastest turn counts, for the
+            # backend too.
             ours, bare = (
                 min(turn[f"{way} {who}"] for turn in seconds) for who in ("backend", "ceiling")
             )
@@ -77,7 +79,8 @@ class _Pair:
         self._ceiling = self._make_ceiling(name, settings, folder)
 
     def turn(self, number: int) -> dict[str, float]:
-        """Seconds of each; the order alternates."""
+        """Seconds of the backend and of its ceiling; odd turns measure them in the opposite
+        order."""
         keys = make_keys(self._num_blocks, run=f"turn {number}")
         if number % 2:
             return self._bare() | self._ours(keys)

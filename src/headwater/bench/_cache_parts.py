@@ -56,7 +56,7 @@ _BY_BLOCK = ("block_commits", "session", "write_through")
 """Configurations that commit the output block by block."""
 
 _HOST_RATIO = 2
-"""Blocks of the host tier over those of the device."""
+"""Blocks of the host tier for each block of the device."""
 
 _SPACING_S = 0.3
 """Time between two requests: the mean of the conversation trace, whose times are multiples of
@@ -234,7 +234,7 @@ class _Replay:
         self._cache.finish_job(outcome, now=self._now)
 
     def _account(self) -> None:
-        """Start the planned copies, and count what happened."""
+        """Start the planned copies, and count the blocks of each kind of copy and event."""
         for job in self._ended:
             self._limits[job.target] += job.num_blocks
             self._in_storage.update(job.keys)

@@ -20,7 +20,7 @@ _TURNS = 3
 
 PERSONS: dict[str, Any] = {
     "type": "array",
-    "minItems": 1000,  # longer than any answer, so that each answer has all its tokens
+    "minItems": 1000,  # more than fit into an answer: each ends at its token limit, never earlier
     "items": {
         "type": "object",
         "properties": {
@@ -56,7 +56,7 @@ class BenchConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationLoad:
-    """Conversations, and those that run before the measurement."""
+    """Conversations that are measured, and warm-up conversations that run before them."""
 
     name: str
     conversations: list[BenchConversation]

@@ -26,7 +26,7 @@ _JOBS = 8
 """Most copies in flight: enough for one step must be queued when the loop looks again."""
 
 _PACE_GB_S = 41.5
-"""Rate of copies during decode: figures are for 40 GB/s and not for a full link."""
+"""Rate of copies during decode: the figures are for this rate, not for a full link."""
 
 _TAIL = 32
 """New tokens at the end of a prompt in each round; the others are cached."""
@@ -195,7 +195,7 @@ def _prompts(engine: GpuEngine, batch: int, *, seed: int) -> list[Tokens]:
 def _compared(
     plain: list[GpuRun], beside: list[GpuRun], steps: Callable[[GpuRun], list[float]]
 ) -> dict[str, float]:
-    """Steps of rounds without and with copies."""
+    """Median and 99th percentile of steps without and with copies, and their ratios."""
     found = {}
     for which in (50, 99):
         without, with_copies = (

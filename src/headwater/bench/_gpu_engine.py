@@ -52,7 +52,7 @@ def make_model(name: str) -> LoadedModel:
 
 
 def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:  # noqa: ANN401
-    """The same for any configuration of transformers'."""
+    """A model of random weights on the GPU, for any configuration of transformers."""
     register()
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     maker: Any = AutoModelForCausalLM
@@ -115,7 +115,7 @@ class GpuRun:
     ended."""
 
     device_steps_s: list[float] = field(default_factory=list)
-    """The same steps, measured on the device."""
+    """The steps of `steps_s`, measured on the device."""
 
     output_tokens: int = 0
     found: dict[str, int] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class MarkingRunner(CudaRunner):
 
 
 class GpuEngine:
-    """A core, its parts and a clock."""
+    """An engine core with a real runner and tiers, driven step by step by the benchmark."""
 
     def __init__(
         self,

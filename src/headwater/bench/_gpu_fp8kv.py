@@ -18,7 +18,7 @@ _COMPARED_TOKENS = 2048
 
 
 def measure_fp8_kv(model: LoadedModel, *, is_quick: bool) -> dict[str, Any]:
-    """Each figure for both, and the ratio of them."""
+    """Measure each figure with 8-bit and with bfloat16 KV, and compute the ratios."""
     found: dict[str, Any] = {}
     rows = 16 if is_quick else _ROWS
     for name, each in (("bfloat16", model), ("fp8", replace(model, has_fp8_kv=True))):
@@ -41,7 +41,8 @@ def measure_fp8_kv(model: LoadedModel, *, is_quick: bool) -> dict[str, Any]:
 
 
 def _host_hit(model: LoadedModel) -> dict[str, float]:
-    """First token of a prompt of 32 k tokens: computed, and found in host memory."""
+    """Milliseconds to the first token of a prompt of 32 k tokens: computed, and found on the
+    host."""
     blocks = _LONG // BLOCK_TOKENS
     engine = GpuEngine(
         model,

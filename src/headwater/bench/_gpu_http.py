@@ -124,8 +124,8 @@ def compare_waves(with_host: dict[str, Any], without: dict[str, Any]) -> dict[st
 
 
 def _waves(server: RunningServer) -> list[dict[str, float]]:
-    """16 prompts of 4,000 tokens with 16 output tokens at once: the first requests of a server,
-    and again."""
+    """Send 16 prompts of 4,000 tokens with 16 output tokens at once, as the first requests of a
+    server, and then 16 other ones."""
     return [
         _load(server, clients=16, requests=16, prompt=4000, output=16, shared=0, seed=seed)
         for seed in (1, 2)

@@ -32,7 +32,7 @@ SCHEMA = {
     },
     "minItems": 1000,
 }
-"""Chosen so that no answer is complete within the output."""
+"""Chosen so that no answer is complete within the output tokens of a request."""
 
 
 def blocks_for(batch: int) -> int:

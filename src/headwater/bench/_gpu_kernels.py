@@ -53,7 +53,7 @@ class Cell(NamedTuple):
     rows: int
     queries: int
     context: int
-    """Tokens a row has with its queries."""
+    """Tokens of a row, its queries included."""
 
     @property
     def name(self) -> str:
@@ -67,7 +67,8 @@ class Cell(NamedTuple):
         return -(-self.context // BLOCK_TOKENS)
 
     def rate(self, ms: float) -> dict[str, float]:
-        """Bytes of KV or multiplications per second, which limit decodes and prompts."""
+        """What limits the step: bytes of KV per second for a decode, operations per second for
+        a prompt."""
         if self.kind == "decode":
             kv_bytes = self.rows * self.context * KV_HEADS * DIM * 2 * DTYPE.itemsize
             return {"gb_s": kv_bytes / ms / 1e6}

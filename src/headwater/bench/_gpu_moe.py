@@ -111,7 +111,8 @@ def _touched_experts(engine: GpuEngine, batch: int) -> float:
 
     Counted in steps outside graphs, where the choice of experts can be read.
     """
-    # Cached prompts, so that all rows decode together; but a single row would be a captured suffix.
+    # Prompts are cached, so that all rows decode together. A single prompt is not: its short
+    # uncached rest would run in a captured graph.
     graphs, engine.runner.graphs = engine.runner.graphs, None
     with _recorded(batch) as counts:
         serve_batch(engine, batch, seed=batch if batch > 1 else 501, max_tokens=6)
@@ -121,7 +122,7 @@ def _touched_experts(engine: GpuEngine, batch: int) -> float:
 
 @contextmanager
 def _recorded(batch: int) -> Iterator[list[Tensor]]:
-    """Collects the number of distinct experts of each layer of steps of `batch` rows."""
+    """Collects the number of distinct experts per layer, in steps of `batch` rows."""
     counts: list[Tensor] = []
     watched: Any = moe
     choose, route = watched.choose_experts, watched.route

@@ -20,7 +20,8 @@ from headwater.types import RequestId, Slots
 
 _STEPS, _SKIPPED = 24, 6
 _MOST_CODE = 120
-"""Bytes below this are finite in e4m3, and are small scales."""
+"""Random bytes below this are finite values in e4m3, and small exponents in a block's
+scales."""
 
 
 def make_runner(model: LoadedModel, *, rows: int, tokens: int) -> CudaRunner:

@@ -185,7 +185,7 @@ class _Near:
         nap = Event()
         for number in started:
             while not (status := engine.transfer_check_status(number)):
-                nap.wait(2e-4)  # the calls that wait spin, and are slower
+                nap.wait(2e-4)  # the engine's own waiting calls spin, and are slower
             assert status == 1, f"the Transfer Engine failed: {status}"
         self._socket.sendall(DONE)
         assert self._socket.recv(1) == DONE

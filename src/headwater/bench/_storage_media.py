@@ -1,4 +1,5 @@
-"""Media for benchmarks of storage: a directory, a redis-server and a mooncake_master of our own."""
+"""Media for benchmarks of storage: a directory, and a redis-server and a mooncake_master that
+the benchmark starts."""
 
 import shutil
 import subprocess
@@ -34,7 +35,7 @@ def open_media(folder: Path, *, capacity_bytes: int) -> Iterator[Media]:
 
 
 class StorageServer(NamedTuple):
-    """A server of our own, and where it listens."""
+    """A server that the benchmark started, and where it listens."""
 
     address: str
     process: subprocess.Popen[bytes]

@@ -42,7 +42,8 @@ class TierRun:
     """Microseconds of scheduling in the median turn that decodes and admits no prompt."""
 
     decide_cpu_us: float = 0.0
-    """The same in processor time of the loop's thread, which other processes do not change."""
+    """`decide_p50_us` in processor time of the loop's thread, which other processes do not
+    change."""
 
     found: dict[str, int] = field(default_factory=dict)
     """Cached prompt tokens, by tier."""

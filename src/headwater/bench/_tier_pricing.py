@@ -54,7 +54,7 @@ class PricingScenario:
 
 
 def scenarios(*, quick: bool) -> Iterator[PricingScenario]:
-    """Tiers by prompt lengths by load by link speed."""
+    """All combinations of tier, prompt length, load and link speed."""
     lengths = (2048,) if quick else (2048, 16384)
     for tier, tokens, load, link in product(
         ("device", "host", "file"), lengths, ("idle", "loaded"), ("fast", "slow")

@@ -94,7 +94,7 @@ class LiveScenario(NamedTuple):
 
 
 def live_scenarios() -> dict[str, LiveScenario]:
-    """Tiers by prompt lengths by load; storage also on a slow link."""
+    """All combinations of tier, prompt length and load; storage also on a slow link."""
     tiers = (("device", "fast"), ("host", "fast"), ("file", "fast"), ("file", "slow"))
     made = (
         LiveScenario(tier, tokens, load, link)

@@ -3,8 +3,8 @@ optimum.
 
 Replays a trace through the cache alone, once for each policy and capacity: `headwater replay
 --cache-only`. `gap_closed` is the share of the way from the LRU to the offline optimum. Times
-are CPU times of the process without creating the prompts. For each request the best of several
-equal runs counts, minus that of the LRU.
+are CPU times of the process, without the creation of the prompts. For each request the best of
+several equal runs counts, minus that of the LRU.
 """
 
 import time

@@ -246,8 +246,8 @@ class _Run:
         return found
 
     def _experts(self, shapes: tuple[str, str]) -> dict[str, Any]:
-        """A complete shape, and the same with fewer layers, which is all that `--quick`
-        measures."""
+        """Measure a complete shape and the same shape with fewer layers; `--quick` measures
+        only the second one."""
         from headwater.bench import _gpu_decode, _gpu_engine, _gpu_moe
 
         self._release_model()

@@ -63,7 +63,8 @@ class _NullRunner:
 
 
 class _RankedNullRunner(_NullRunner):
-    """The same with a second rank, which gets each step and is waited for."""
+    """A `_NullRunner` with a second rank: it sends each step to that rank and waits for its
+    answer."""
 
     def __init__(self, channel: RankChannel) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ class CacheStats:
     """Blocks that left their last tier."""
 
     unstored_blocks: int
-    """Those of them that were in memory only, not in storage."""
+    """The part of `lost_blocks` that was in memory only, not in storage."""
 
     duplicate_blocks: int
     """Blocks that are on the device and on the host."""

@@ -284,7 +284,7 @@ class TransferPlanner:
 
 
 def _joined(parts: list[Slots]) -> Slots:
-    """One array of all parts."""
+    """The parts as one array."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else EMPTY

@@ -18,7 +18,7 @@ def uniform(seeds: Sequence[int], positions: NDArray[np.int64]) -> NDArray[np.fl
 
 
 def uniform_of(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The same for seeds of 64 bits in an array."""
+    """`uniform` for an array of 64-bit seeds."""
     with np.errstate(over="ignore"):
         stream = _mixed(seeds + _GOLDEN)
         drawn = _mixed(stream + positions.astype(np.uint64) * _GOLDEN)

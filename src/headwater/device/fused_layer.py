@@ -26,7 +26,7 @@ _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 
 
 class FusedLayer(nn.Module):
-    """The same function as the layer it is made from; `fused_layer` checks that."""
+    """Computes the same function as the layer it is made from; `fused_layer` checks that."""
 
     def __init__(self, layer: nn.Module, variant: Variant, *, min_packed_weights: int) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class FusedLayer(nn.Module):
         tokens_read: Tensor | None = None,
         **_: object,
     ) -> Tensor:
-        """`tokens_read` are the tokens whose logits are computed; the last layer stores K and V
-        of all tokens, and returns only these tokens right."""
+        """`tokens_read` are the tokens whose logits are computed. The last layer stores K and V
+        of all tokens, but its result is correct for these tokens only."""
         qkv = self.qkv(self.before(hidden_states))[0]
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         cos, sin = position_embeddings

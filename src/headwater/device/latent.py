@@ -62,7 +62,7 @@ def use_latents(module: nn.Module) -> None:
 
 
 def _stored(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as they are stored in a block, as keys and as values, `[1, 1, tokens, rank +
+    """Latent and rotated key side by side, as a block stores them, `[1, 1, tokens, rank +
     rotated]`."""
     both = torch.cat((latent, rotated), dim=-1)
     return both, both

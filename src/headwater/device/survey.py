@@ -131,7 +131,7 @@ def survey(folder: Path, dtype: str = "auto") -> ModelSurvey:
 def survey_of(
     folder: Path, dtype: str, tensors: Sequence[StoredTensor], num_files: int
 ) -> ModelSurvey:
-    """The same for tensors, in this many files, that are already known."""
+    """The survey of a folder whose tensors, in this many files, are already known."""
     config = read_config(folder)
     check_served(config)
     for name in _REQUIRED:

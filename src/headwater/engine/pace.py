@@ -22,9 +22,9 @@ _COST_MEMORY = 0.8
 """Weight that remains of a step's cost after each later step of its kind."""
 
 _SLOWER_MEMORY = 0.97
-"""The same for a decode step that took longer than expected. A step is measured when it is
-collected, and the host collects late when it launches the kernels of another step. Such delays
-only add time, so the estimate follows slow steps slowly."""
+"""Weight that remains of a decode step's cost after a step that took longer than expected. A
+step is measured when it is collected, and the host collects late when it launches the kernels
+of another step. Such delays only add time, so the estimate follows slow steps slowly."""
 
 _MAX_CHANGE = 4.0
 """A step that took longer than this many times its estimate counts as this many times: one slow

@@ -39,7 +39,7 @@ class EngineUp(Struct, frozen=True, kw_only=True):
     """Unix time when serving began."""
 
     started_s: float
-    """The same moment by the monotonic clock, which all processes share."""
+    """`created_s` by the monotonic clock, which all processes share."""
 
     num_restarts: int
     num_violations: int

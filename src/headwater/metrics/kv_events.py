@@ -113,9 +113,9 @@ def encode_batch(ts: float, changes: Sequence[CacheEvent], block_tokens: int) ->
 def encode_snapshot(
     ts: float, changes: Iterable[CacheEvent], block_tokens: int, pacer: "Pacer | None" = None
 ) -> memoryview:
-    """The same for any number of changes: in events of bounded size, with pauses in which other
-    threads get the interpreter lock. A snapshot of a million tokens would otherwise hold it for
-    0.1 s."""
+    """`encode_batch` for any number of changes: in events of bounded size, with pauses in which
+    other threads get the interpreter lock. A snapshot of a million tokens would otherwise hold
+    it for 0.1 s."""
     pacer = pacer or Pacer()
     pieces = [b""]
     for change in changes:

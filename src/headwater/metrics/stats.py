@@ -127,7 +127,7 @@ class EngineStats:
     """Blocks that left their last tier."""
 
     unstored_blocks: int = 0
-    """Those of them that left memory without being in storage."""
+    """The part of `lost_blocks` that left memory without being in storage."""
 
     recent_loads: tuple[LoadUsage, ...] = ()
     """The latest decisions, oldest first, with their prices and results."""

@@ -118,7 +118,8 @@ def replay_cache(
 def replay_optimum(
     requests: Sequence[TraceRequest], capacity_blocks: int | None
 ) -> CacheReplay:
-    """The same with the best possible eviction. It reports no miss reasons."""
+    """Like `replay_cache`, with the best possible eviction (`optimum`). It reports no miss
+    reasons."""
     if capacity_blocks is None:
         capacity_blocks = _num_distinct(requests)
     return _summed(requests, list(optimal_hits(requests, capacity_blocks)), {})

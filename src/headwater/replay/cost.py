@@ -73,9 +73,9 @@ class StepCost:
     def seconds(
         self, *, prompt_tokens: int, pairs: int, rows: int, context: Count
     ) -> "float | NDArray[np.floating[Any]]":
-        """Seconds of one step, or of one step for each `context`. The operations always have
-        the same order, so many steps at once give bit for bit the same result as single
-        steps."""
+        """Seconds of one step; if `context` is an array, of one step for each of its entries.
+        The operations always have the same order, so many steps at once give bit for bit the
+        same result as single steps."""
         tokens = prompt_tokens + rows
         touched = 1.0 - (1.0 - self.expert_share) ** tokens
         weights_s = self.weights_s + self.experts_s * touched

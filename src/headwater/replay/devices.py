@@ -204,7 +204,7 @@ class SimStorage:
         self.num_parallel = links["storage_to_host"].cost.max_jobs or 1
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Put each job on its link. Which keys are present is decided when it arrives."""
+        """Put each job on its link. Which keys storage has is decided when the job ends."""
         for task in tasks:
             self._start(task)
 

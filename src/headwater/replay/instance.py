@@ -64,7 +64,7 @@ class SimInstance:
             )
             self.core.join(self.handoffs)
         self.served: list[SimRequest] = []
-        """All requests given to it, in that order."""
+        """All requests that this instance got, in the order in which they came."""
         self.samples = TimeSeries(times)
         """Samples over time: waiting, running, device blocks in use, device blocks held by
         requests, host blocks in use."""
@@ -96,7 +96,8 @@ class SimInstance:
         self._fill()
 
     def wake(self, now: float) -> None:
-        """An event for it came at `now`; the clock of an idle engine is set to that time."""
+        """An event for this instance came at `now`; if its clock is behind, it is set to that
+        time."""
         if self.clock.now() < now:
             self.samples.fill(now, self._row)
             self.clock.move_to(now)

@@ -10,8 +10,8 @@ _HEAD = ("price", "found", "ttft p50", "ttft p99", "itl p99", "tokens/s", "good"
 
 
 def plan_table(plan: Plan) -> str:
-    """Every deployment by price, the benefit of one more TiB, and the verdict as the last
-    line."""
+    """The lines of a plan: every deployment in order of price, the gain of one more TiB of each
+    tier, and the recommendation last."""
     points = sorted(plan["points"], key=lambda point: (point["price"], -value_of(point)))
     width = max(len(point["name"]) for point in points)
     lines = [

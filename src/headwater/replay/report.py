@@ -98,7 +98,8 @@ def size_text(gib: float) -> str:
 
 
 def _hits(ended: Sequence[SimRequest], block_tokens: int) -> Report:
-    """What was found, where, and why not more."""
+    """Shares of the prompt tokens that were found, in which tier, and the reasons of the
+    misses."""
     sources: Counter[str] = Counter(dict.fromkeys(_SOURCES, 0))
     reasons: Counter[str] = Counter()
     missed: Counter[str] = Counter()

@@ -31,7 +31,7 @@ class SimRequest:
     """Expected cost for the instance that computes its prompt."""
 
     work: Work | None = None
-    """The counter that includes it until its first token."""
+    """The work of an instance, which includes this request until its first token."""
 
     first_s: float | None = None
     """Time of its first token."""
@@ -46,7 +46,7 @@ class SimRequest:
     usage: Usage | None = None
     finished: bool = False
     refused: str | None = None
-    """Why it can never be served."""
+    """Why the engine refused it; None if it can be served."""
 
     @property
     def ttft_s(self) -> float:

@@ -100,7 +100,8 @@ class Simulator:
         return ready_s, self.instances[times.index(ready_s)]
 
     def _unheard_s(self, instance: SimInstance) -> float:
-        """Until this time no instance with which it hands off can send anything new."""
+        """The earliest time at which an instance of the other role could send `instance`
+        anything new."""
         if self._fabric is None:
             return inf
         others = [other for other in self.instances if other.role != instance.role]

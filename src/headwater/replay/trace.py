@@ -39,7 +39,7 @@ class TraceRequest:
         return self.whole_blocks()[: self.input_length]
 
     def whole_blocks(self) -> Tokens:
-        """The same with a full last block."""
+        """The tokens of all ids, with the last block filled up to its full size."""
         ids = np.array(self.hash_ids, dtype=np.int32) * self.block_tokens
         return np.add.outer(ids, np.arange(self.block_tokens, dtype=np.int32)).ravel()
 

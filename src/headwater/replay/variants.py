@@ -12,13 +12,13 @@ _SEED = 7
 
 
 def first_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The first half of the time."""
+    """The requests that arrive in the first half of the time."""
     middle = _middle(requests)
     return [request for request in requests if request.arrival_s < middle]
 
 
 def second_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The second half of the time, without the first."""
+    """The requests that arrive in the second half of the time."""
     middle = _middle(requests)
     return [request for request in requests if request.arrival_s >= middle]
 

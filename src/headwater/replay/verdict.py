@@ -62,7 +62,8 @@ def _more(point: Point, best: Point) -> str:
 
 
 def _no_help(cheapest: Point, best: Point) -> str:
-    """Whether more memory helped at all."""
+    """The sentence for a plan without a recommended deployment: whether more memory helps at
+    all."""
     if _ttft_p99_s(best) > 0.9 * _ttft_p99_s(cheapest):
         return "More memory does not help here: look at prompt lengths and the number of instances."
     return "Try larger tiers or more instances."

@@ -59,7 +59,7 @@ class QueueAhead(NamedTuple):
     """Other waiting sequences."""
 
     num_loading: int = 0
-    """Those of them that wait for a load."""
+    """The part of `num_waiting` that waits for a load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

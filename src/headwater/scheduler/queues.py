@@ -115,7 +115,7 @@ class SequenceTable:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.rows = DecodeRows()
-        """Those of `decoding` that are handled together."""
+        """The sequences of `decoding` that are handled together."""
         self.preempting: list[Sequence] = []
         self.departing: list[Sequence] = []
         """Finished sequences whose slots a step in flight or a hand-off still uses."""

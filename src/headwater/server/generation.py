@@ -104,7 +104,7 @@ class GenerationJob:
     """Whether each event carries a `ContinuationMark`, so that a router can resume the stream."""
 
     resumed: Sequence[ResumedOutput] = ()
-    """One per choice when the stream began on another instance, else empty."""
+    """The output of each choice so far if the stream began on another instance, else empty."""
 
     @property
     def num_sequences(self) -> int:

@@ -69,7 +69,8 @@ class EchoRunner:
         self._previous: dict[int, int] = {}
         """The token that each row of the previous batch sampled."""
         self._before: dict[int, int] = {}
-        """The same, while the tokens of the next batch are sampled."""
+        """`_previous` before the batch that is being computed, whose rows take carried tokens
+        from it."""
         self.num_steps = 0
         self.num_tokens = 0
         """Tokens computed so far; cached tokens are not included."""

@@ -75,7 +75,7 @@ class PagedAttention:
         return out.view(len(packed), -1)
 
     def attend_sampled(self, layer: int, packed: Tensor, variant: Variant) -> Tensor:
-        """The same for `sampled`, whose tokens are all of `packed`."""
+        """Attention of `sampled` alone; `packed` has the tokens of these rows and no others."""
         assert self.sampled is not None, "nothing is sampled"
         if self.gate is not None:
             self.gate(layer)

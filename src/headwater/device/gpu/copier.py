@@ -186,7 +186,7 @@ class CudaCopier:
         *,
         up: bool,
     ) -> float:
-        """The same for this rank's KV heads of each block, which are not contiguous in a whole
+        """Copy this rank's KV heads of each block, which are not contiguous in a whole
         block."""
         if not up and not part.is_written:
             return 0.0

@@ -108,7 +108,7 @@ class DecodeGraphs:
                 self._graphs[size] = self._capture(size)
 
     def warm_up_to(self, num_rows: int) -> None:
-        """The same for every size that steps of at most this many rows use."""
+        """Capture every size that steps of at most this many rows use."""
         largest = self.size_for(num_rows)
         self.warm([size for size in self.sizes if size <= largest])
 

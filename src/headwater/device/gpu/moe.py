@@ -111,7 +111,7 @@ def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
 
 
 def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm) -> None:
-    """The same for one row: its norm is computed inside the products that read it."""
+    """`_add` for one row: its norm is computed inside the products that read it."""
     shared = block.shared
     logits = torch.empty((1, len(block.router)), dtype=block.router.dtype, device=hidden.device)
     gemv(source, block.router, norm=norm, out=logits)

@@ -271,7 +271,8 @@ def joined(layers: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
 
 
 def interleaved(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedWeight | None:
-    """The same with the outputs of both interleaved."""
+    """One weight with the outputs of both layers interleaved; the layers become views of it.
+    None if they are quantised differently."""
     if not _are_alike((gate, up)):
         return None
     whole = _combined(

@@ -393,7 +393,7 @@ class CudaRunner:
 
 
 def _distinct(variants: list[Variant]) -> list[Variant]:
-    """One of each kind for which a separate kernel is compiled."""
+    """One variant of each kind for which a separate kernel is compiled."""
     kinds = {
         (v.window is not None, v.softcap is not None, v.sinks is not None): v for v in variants
     }

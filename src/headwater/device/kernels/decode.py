@@ -221,7 +221,7 @@ def attend_decodes(
 def _attend_pieces(
     query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
-    """Each piece separately; rows with one piece are finished."""
+    """Attend each piece separately; a row with one piece is finished by that."""
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = out.shape[1]
     sinks = out if variant.sinks is None else variant.sinks

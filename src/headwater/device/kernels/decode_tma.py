@@ -37,7 +37,8 @@ _FEW_ROWS = 64
 @triton.jit
 def _attend_tile(k, v, q, key, end, since, highest, total, summed, scale, WINDOWED: tl.constexpr,
           PARTLY: tl.constexpr):  # fmt: skip
-    """One tile. `PARTLY`: it has keys after the end, which are zeros."""
+    """Attend to one tile of keys. `PARTLY`: the tile has keys after the end, whose values are
+    zeros."""
     seen = key < end
     if WINDOWED:
         seen = seen & (key >= since)

@@ -31,7 +31,7 @@ _SHAPES = {
 warps."""
 
 _EXACT_SHAPE = 64, 32, 2, 4
-"""The same for float32."""
+"""Tile shape for float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -37,8 +37,8 @@ def _dequantize_layer(pool, slots, out, block_stride, layer_at, NUMBERS: tl.cons
 
 
 def dequantize_layer(pool: Tensor, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """One layer of these blocks as a pool of that layer only, `[slots, 1, 2, …]`, of
-    `dtype`."""
+    """Dequantise one layer of these blocks; returns a pool of that layer only, `[slots, 1, 2,
+    …]`, of `dtype`."""
     shape = (len(slots), 1, *pool.shape[2:])
     out = torch.empty(shape, dtype=dtype, device=pool.device)
     numbers = out[0].numel()

@@ -94,7 +94,7 @@ def gate_up(
 
 
 def _gate_up_transposed(x: Tensor, weight: Tensor, activation: GateActivation) -> Tensor:
-    """The same in one kernel, transposed."""
+    """`gate_up` in one kernel, transposed."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -120,7 +120,7 @@ def _gate_up_transposed(x: Tensor, weight: Tensor, activation: GateActivation) -
 
 
 def _gate_up_tiled(x: Tensor, weight: Tensor, activation: GateActivation) -> Tensor:
-    """The same in one kernel, tile after tile."""
+    """`gate_up` in one kernel, whose programs compute tile after tile."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)

@@ -304,7 +304,7 @@ def is_slower_than_torch(pool: Tensor) -> bool:
 
 
 def _converted(work: ChunkWork) -> ChunkWork:
-    """The same work, with tables whose entry i is block i."""
+    """`work` over the converted blocks: entry i of its tables is block i of their pool."""
     if work.converted is None:
         entries = torch.arange(
             work.end_entry - work.first_entry, dtype=torch.int32, device=work.tables.device

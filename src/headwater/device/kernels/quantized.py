@@ -113,7 +113,9 @@ def _int4_products(codes, low, high):
 
 @triton.jit
 def _e2m1_products(codes, low, high):
-    """The same for e2m1 values, which are 2 ** 14 too small as float16 until the end."""
+    """`low value * low + high value * high` of e2m1 codes, two at a time. The bits of a code,
+    shifted into a float16, are a value that is 2 ** 14 too small, so it is multiplied by that
+    first."""
     return tl.inline_asm_elementwise(
         """
         {

@@ -139,7 +139,7 @@ class RankChannel:
         return data, tuple(files)
 
     def _receive_soon(self) -> tuple[bytes, list[Any]] | None:
-        """The same while it polls; None if nothing came."""
+        """Poll for the next message for a short time; None if nothing came."""
         end_s = time.perf_counter() + self._spin_s
         while time.perf_counter() < end_s:
             try:

@@ -88,7 +88,8 @@ class RankGroup:
             dist.destroy_process_group()
 
     def _sum_columns(self, x: Tensor, total: int) -> Tensor:
-        """The same by a sum with zeros: gloo has no other collective for GPU memory."""
+        """Join columns by a sum: each rank adds zeros outside its own part. gloo has no other
+        collective for GPU memory."""
         start, end = RankShare(rank=self.rank, size=self.size).part(total)
         whole = x.new_zeros((*x.shape[:-1], total))
         whole[..., start:end] = x

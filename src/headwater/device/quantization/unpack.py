@@ -19,7 +19,7 @@ def nibbles(packed: Tensor, dim: int) -> Tensor:
 
 
 def awq_nibbles(packed: Tensor) -> Tensor:
-    """The same along the last dimension, in AWQ's order."""
+    """The eight codes of each integer along the last dimension, in AWQ's order; uint8."""
     spread = nibbles(packed, -1).view(*packed.shape, 8)
     place = torch.tensor([_AWQ_ORDER.index(n) for n in range(8)])
     return spread[..., place].flatten(-2)

@@ -36,7 +36,8 @@ _MAX_BYTES_PER_TOKEN = 64
 routing."""
 
 _MAX_TEXT_BYTES = 1 << 24
-"""The same limit if the context of an instance is not known."""
+"""Longest prompt, in bytes of JSON, that is tokenized for routing if the context of an instance
+is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -296,7 +296,8 @@ class MooncakeStorage:
         return removed
 
     def _raise_if_dead(self, codes: Sequence[int]) -> None:
-        """One failed block is a miss; if all blocks fail, the pool has failed."""
+        """Raise StorageError if all blocks failed: then the pool has failed. A single failed
+        block is a miss."""
         if codes and all(code < 0 and code not in _ABSENT for code in codes):
             raise StorageError(f"the Mooncake pool of {self._config.master} failed: {codes[0]}")
 
