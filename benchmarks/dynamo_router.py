@@ -62,7 +62,7 @@ class Cluster:
         places = [("headwater", 0)]
         places += [(kind, at) for kind in kinds for at in range(len(self._variants))]
         self.urls = {place: f"http://127.0.0.1:{_free_port()}" for place in places}
-        """Of each kind of router, with each of the flags."""
+        """The URL of each kind of router, for each set of flags."""
 
     def start(self) -> None:
         environ = {
@@ -266,7 +266,9 @@ def main() -> None:
     parser.add_argument(
         "--first", type=int, default=300, help="characters of the first message"
     )
-    parser.add_argument("--growth", type=int, default=120, help="characters of each later one")
+    parser.add_argument(
+        "--growth", type=int, default=120, help="characters of each later message"
+    )
     parser.add_argument("--blocks", type=int, default=1200, help="KV blocks of each engine")
     parser.add_argument(
         "--frontend-flags",

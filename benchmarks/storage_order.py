@@ -29,7 +29,8 @@ MEMORY_BLOCKS = 3200
 
 SHARE = 0.25
 Score = Callable[[int, int, int], float]
-"""Of a block, by its number of uses and the number of the request that used it last."""
+"""The score of a block, from the block, its number of uses and the number of the request that
+used it last."""
 
 
 class Trace:

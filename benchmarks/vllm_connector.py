@@ -225,11 +225,15 @@ def _say(**fields: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("."), help="for storage and model")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("."), help="folder for storage and model"
+    )
     parser.add_argument("--parts", nargs="+", choices=("miss", "first"), default=["miss"])
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--limit-s", type=float, default=3600, help="no new round after this")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument(
+        "--limit-s", type=float, default=3600, help="seconds after which no new round begins"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     parser.add_argument(
         "--pool", type=Path, nargs="+", help="only join results of earlier runs"
     )

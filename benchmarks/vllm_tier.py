@@ -74,7 +74,9 @@ def run_jobs(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder on the disk to measure"
+    )
     parser.add_argument("--chunks", type=int, default=192)
     parser.add_argument("--chunk-mib", type=float, default=2.0)
     parser.add_argument("--job-chunks", type=int, default=64)

@@ -128,7 +128,7 @@ def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_a_server_that_does_not_answer_is_one_sentence(fault, sentence, capsys, monkeypatch):
-    """Without Python's wrapping, and with what may help."""
+    """The sentence has no wrapping of Python's, and says what may help."""
 
     def fail(*_, **__):
         raise fault

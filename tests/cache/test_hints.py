@@ -110,7 +110,7 @@ def test_a_session_in_use_is_not_touched_by_closing_it():
 
 
 def test_closed_blocks_go_first_from_the_host_too():
-    """The same order holds on the host tier."""
+    """On the host tier, blocks of closed sessions are also evicted before others."""
     cache = make_cache(device_blocks=8, host_blocks=6, eviction="session")
     for first in (1, 2, 3):
         path = make_path(first, first + 10)

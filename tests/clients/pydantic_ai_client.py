@@ -15,7 +15,7 @@ class City(BaseModel):
 
 
 async def stream(agent: Agent) -> City:
-    """The same from a stream of a tool call."""
+    """The city from a streamed answer, which is a tool call."""
     async with agent.run_stream("Which city?") as result:
         return await result.get_output()
 

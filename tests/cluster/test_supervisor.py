@@ -12,7 +12,7 @@ from headwater.cluster.supervisor import ClusterSupervisor, Command
 from headwater.errors import EngineDead
 
 
-class PaperProcess:
+class SimulatedProcess:
     """A process that ends when it is told to, or when a test says so."""
 
     def __init__(self, host, process, run, tell):
@@ -36,7 +36,7 @@ class PaperProcess:
         self.end("signal 9")
 
 
-class PaperHost:
+class SimulatedHost:
     """Records what was started; everything is ready at once, unless named in `broken`."""
 
     assigns_gpus = False
@@ -47,7 +47,7 @@ class PaperHost:
         self.broken = set()
 
     def start(self, process, run, tell):
-        made = PaperProcess(self, process, run, tell)
+        made = SimulatedProcess(self, process, run, tell)
         self.started.append(made)
         if process.name in self.broken:
             made.end("exit code 1")
@@ -81,7 +81,7 @@ class Cluster:
             "roles": roles,
             "restart": RestartSpec(max_restarts=2),
         } | changes
-        self.host, self.clock = PaperHost(), ManualClock()
+        self.host, self.clock = SimulatedHost(), ManualClock()
         self.lines: list[str] = []
         self.supervisor = ClusterSupervisor(
             ClusterSpec(**settings),

@@ -32,7 +32,8 @@ def require_gpu() -> None:
 
 
 def require_kernels() -> None:
-    """The same for a module that calls single kernels only: the interpreter is enough."""
+    """Skip the importing module unless there is a GPU or Triton's interpreter, which is enough
+    for a module that calls single kernels."""
     if not IS_INTERPRETED:
         require_gpu()
         return

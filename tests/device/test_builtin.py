@@ -157,7 +157,7 @@ def test_the_chat_template_marks_the_turns() -> None:
 
 @pytest.mark.slow
 def test_the_built_in_model_gives_the_tokens_of_transformers() -> None:
-    """Loaded without a name; greedy tokens equal those of `generate`."""
+    """The model is loaded without a name; its greedy tokens equal those of `generate`."""
     model = load(None)
     tokens = np.frombuffer(b"Every command works offline.", dtype=np.uint8).astype(np.int32)
     driver = Driver(model)

@@ -76,7 +76,7 @@ def test_a_survey_without_torch_agrees_with_the_loaded_model(name: str, family: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_tokens_equal_generate_when_packed(name: str, family: Any) -> None:
-    """With every linear layer, gate and norm in its packed form, in every family."""
+    """Every linear layer, gate and norm is in its packed form, in every family."""
     model = load(family(name), packed=False)
     assert pack(model.module, min_packed_weights=0)
     driver = Driver(model, block_tokens=4)

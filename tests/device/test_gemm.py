@@ -32,7 +32,8 @@ def made(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 6, 8, 13, 200])
 @pytest.mark.parametrize(("width", "depth"), [(1, 3), (96, 40), (33, 1025), (100, 2048)])
 def test_products_agree(gemm: Gemm, op: int, rows: int, width: int, depth: int) -> None:
-    """Whole tiles and panels, parts of them, and weights deeper than one pass."""
+    """This holds for whole tiles and panels, parts of them, and weights deeper than one
+    pass."""
     x, weight = made(1, rows, depth), made(width, depth, seed=1) * depth**-0.5
     bias, other = made(width, seed=2), made(1, rows, width, seed=3)
     packed = gemm.pack(weight)
@@ -64,7 +65,7 @@ def test_silu_is_right_for_large_numbers(gemm: Gemm) -> None:
 
 
 def test_inputs_need_not_be_contiguous(gemm: Gemm) -> None:
-    """As a view of other rows, and a residual with other strides."""
+    """Inputs may be a view of other rows, and a residual may have other strides."""
     x, weight, other = made(10, 40)[::2], made(24, 40, seed=1), made(24, 5, seed=2).T
 
     ours = gemm.multiply(x, gemm.pack(weight), None, 24, PLUS, other)

@@ -205,7 +205,8 @@ def test_a_logit_that_is_not_a_number_is_not_chosen(
 def test_the_bounds_of_each_parameter_choose_the_token_of_the_cpu(
     asked: dict[str, Any], scale: float
 ) -> None:
-    """Settings at their limits, with equal logits and with logits near the largest float."""
+    """This holds for settings at their limits, with equal logits and with logits near the
+    largest float."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3)) * scale
     params = [SamplingParams(**asked, seed=4), SamplingParams(**asked, seed=5)]
     histories = [np.arange(6, dtype=np.int32)] * 2

@@ -68,7 +68,7 @@ def packed_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_a_packed_block_gives_the_same_numbers(num_rows: int, packed_class: type) -> None:
-    """With bias and without, for any number of rows."""
+    """Results are equal with bias and without, for any number of rows."""
     torch.manual_seed(0)
     block = Block(nn.SiLU())
     x = torch.randn(1, num_rows, 512)
@@ -82,7 +82,7 @@ def test_a_packed_block_gives_the_same_numbers(num_rows: int, packed_class: type
 
 
 def test_layers_that_packing_would_change_are_not_packed(packed_class: type) -> None:
-    """An unknown norm, an unknown activation, a matrix too small to gain."""
+    """These are an unknown norm, an unknown activation, and a matrix too small to gain."""
     block = Block(nn.ReLU())
 
     pack(block)
@@ -100,8 +100,8 @@ def test_other_dtypes_are_left_alone() -> None:
 
 @pytest.mark.slow
 def test_a_packed_model_gives_the_same_tokens(tmp_path: Path, packed_class: type) -> None:
-    """Packed and fused, with oneDNN also padded to four rows, against the original model of
-    transformers."""
+    """A packed and fused model, with oneDNN also padded to four rows, is compared with the
+    original model of transformers."""
     shape = LlamaShape(layers=2, hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64)
     folder = make_llama(tmp_path, shape)
     outputs = []

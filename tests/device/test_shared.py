@@ -65,7 +65,7 @@ def test_only_a_worthwhile_prefix_is_shared() -> None:
 
 @pytest.mark.slow
 def test_rows_of_one_prefix_give_the_tokens_they_give_alone(llama: LoadedModel) -> None:
-    """Eight rows over the same eight blocks, of different lengths, some leaving early."""
+    """Eight rows of different lengths share their first eight blocks; some leave early."""
     system = prompt(PREFIX, seed=9)
     prompts = [np.concatenate((system, prompt(5 + 3 * i, seed=i))) for i in range(8)]
     driver, alone = (

@@ -33,10 +33,10 @@ def lease_end_s(peer: EchoPeer, handoff: int) -> float | None:
 
 
 def until(pair: EchoPair, done: object, **held: bool) -> None:
-    """Turn until `done()`; blocks or fences may be held."""
+    """Run turns of both instances until `done()`; blocks or fences may be held."""
     for _ in range(200):
         if done():  # type: ignore[operator]
             return
         pair.turn(**held)
         pair.clock.advance(0.01)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition did not hold within 200 turns")

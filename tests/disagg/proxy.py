@@ -39,7 +39,7 @@ class HoldingProxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """The same, and accept no more connections."""
+        """End every connection, and accept no more."""
         self.go.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

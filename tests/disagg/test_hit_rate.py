@@ -54,7 +54,7 @@ def split_hits(
     config: HandoffConfig,
     storage: StorageBackend | None = None,
 ) -> int:
-    """The same for a pair, whose prefill instance is as large."""
+    """Prompt tokens that a pair finds, whose prefill instance is as large as the mixed one."""
     pair = EchoPair(
         p_num_blocks=num_blocks,
         d_num_blocks=2000,

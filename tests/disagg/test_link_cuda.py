@@ -80,7 +80,8 @@ def test_slots_reused_after_a_deadline_are_not_received(harness):
 
 
 def test_slots_reused_after_close_are_not_received(harness):
-    """The same holds after `close`; the lease is closed only after the copy (lesson 50)."""
+    """The sender was closed during a copy and reuses its slots; the lease is closed only after
+    the copy (lesson 50)."""
     harness.receiver.open(1, [3])
     hold_copies(harness)
     sender = harness.sender()
@@ -271,7 +272,8 @@ def _take_files(listener, has_token, got) -> None:
 
 
 def test_an_instance_without_a_gpu_is_told_at_once():
-    """The same holds for one whose pool peers cannot map (lesson 61)."""
+    """The message names the link to use instead. An instance whose pool peers cannot map gets a
+    message, too (lesson 61)."""
 
     class Plain:
         block_bytes = BLOCK_BYTES

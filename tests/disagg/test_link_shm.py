@@ -235,7 +235,7 @@ def test_slots_reused_after_a_deadline_are_not_received(harness, held):
 
 
 def test_slots_reused_after_close_are_not_received(harness, held):
-    """The same holds after `close`."""
+    """The sender was closed during a copy, and its slots are reused."""
     harness.receiver.open(1, [3])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0]))

@@ -51,7 +51,7 @@ def test_an_address_of_another_service_is_a_warning():
 
 
 def test_an_address_for_control_at_which_nothing_listens_is_a_warning():
-    """The same holds for control messages."""
+    """The warning has the address for control messages and its flags."""
     assert "--peer-advertise-host" in (check_peer(f"127.0.0.1:{closed_port()}", CONFIG) or "")
 
 

@@ -118,7 +118,7 @@ class LiveServer:
             time.sleep(0.05)
 
     def until_idle(self) -> dict[str, Any]:
-        """The same, until nothing runs."""
+        """Request /cache until nothing runs and nothing waits; return that state."""
         return self.until(lambda state: not state["num_running"] and not state["num_waiting"])
 
 

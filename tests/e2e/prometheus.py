@@ -52,7 +52,7 @@ class Prometheus:
         return [rule for group in groups for rule in group["rules"]]
 
     def await_any(self, expression: str, *, seconds: float = 30) -> list[dict[str, Any]]:
-        """The same, when there is a value."""
+        """The value of an expression, as soon as it has one."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if found := self.query(expression):

@@ -84,7 +84,8 @@ def test_chat_completions(server):
 
 
 def test_responses(server):
-    """The same holds with stored turns, where a request has only the new part."""
+    """The history hits the cache with stored turns, too, where a request has only the new
+    part."""
     tools = [
         {"type": "function", "name": n, "description": ABOUT, "parameters": CITY} for n in NAMES
     ]
@@ -106,7 +107,7 @@ def test_responses(server):
 
 
 def test_messages(server):
-    """The same holds in Anthropic's format."""
+    """The history hits the cache in Anthropic's format, too."""
     tools = [{"name": n, "description": ABOUT, "input_schema": CITY} for n in NAMES]
     messages: list[Any] = [{"role": "user", "content": "What weather?"}]
     shares, results = Shares(), 0

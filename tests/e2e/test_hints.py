@@ -27,7 +27,7 @@ def test_a_session_is_known_from_its_request_until_it_is_closed(server):
     assert server.until_idle()["sessions"]["known"] == before["known"]
 
 
-def test_a_server_learns_from_shipped_weights_on_and_brings_up_what_is_expected():
+def test_a_server_with_shipped_weights_loads_an_expected_session_in_time():
     """With --eviction session and a host tier, an expected session that was evicted from the
     device is back there before its next turn."""
     flags = ("--eviction", "session", "--swap-space", "0.05", "--write-policy", "write_through")

@@ -105,8 +105,8 @@ def test_every_line_of_the_log_is_json_and_each_request_has_one(told):
 
 
 def test_spans_arrive_with_their_ledger_below_their_caller(told):
-    """Decoded from OTLP over HTTP, there is one span per request, with its phases as children
-    and the caller as parent."""
+    """The receiver decodes OTLP over HTTP: there is one span per request, with its phases as
+    children and the caller as parent."""
     server, receiver = told
     requests = {
         next(value_of(a) for a in span.attributes if a.key == "headwater.request_id"): span

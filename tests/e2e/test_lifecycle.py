@@ -209,7 +209,7 @@ def test_a_model_that_cannot_be_served_gets_a_message(tmp_path):
 
 
 def test_a_server_can_be_stopped_while_it_loads():
-    """Stopped before the model is loaded, it ends at once with exit code 0."""
+    """A server that is stopped before its model is loaded ends at once with exit code 0."""
     server = LiveServer()
     assert server.process.stdout is not None
     assert server.process.stdout.readline().startswith("loading")

@@ -163,7 +163,7 @@ def test_a_stop_string_and_several_choices_work_with_a_grammar(client):
 
 
 def test_reasoning_is_a_field_of_its_own(client):
-    """With a template that opens the reasoning, it is split off, counted and streamed."""
+    """If the template opens the reasoning, the reasoning is split off, counted and streamed."""
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     answer = create(client, extra_body=extra, max_tokens=30)
     message = answer.choices[0].message

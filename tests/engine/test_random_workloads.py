@@ -54,7 +54,7 @@ class RandomWorkload:
                 self.harness.sleep()
             if self.faults and self.dice.random() < 0.01:
                 self.harness.core.reset_cache()
-        raise AssertionError("no end")
+        raise AssertionError("the requests did not end")
 
     def _finish(self) -> None:
         while self.harness.scheduler.stats().num_copies or self.harness.core.has_work:

@@ -183,7 +183,7 @@ def test_a_record_with_a_wrong_key_is_not_adopted():
 
 
 def test_a_directory_of_another_shape_is_made_empty():
-    """The same holds for a damaged one."""
+    """A directory of another model size or format is emptied, and so is a damaged one."""
     file = os.memfd_create("slots")
     try:
         shape = DirectoryShape(identity=bytes(32), num_slots=4, block_bytes=64)

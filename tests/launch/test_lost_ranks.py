@@ -58,7 +58,7 @@ def test_a_rank_may_be_lost_in_every_phase_of_a_step(
     StepWatchdog(core, 1.0, reasons.append, SystemClock()).start()
 
     def losing(call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call; the rank is lost at its end."""
+        """A function that makes `call` and then loses the rank."""
 
         def call_and_lose(*given: Any) -> Any:
             result = call(*given)

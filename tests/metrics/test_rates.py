@@ -52,7 +52,8 @@ def test_rates_are_what_came_between_over_the_time_between():
 
 
 def test_counters_of_a_replaced_engine_are_never_negative_rates():
-    """A counter that decreased started at 0 again; its value came in between."""
+    """A counter that decreased has started at 0 again, so its whole value was counted between
+    the answers."""
     now = make_answer(
         uptime_s=12.0, output=100, found=0, computed=0, moved=400, counts=[5, 0, 0]
     )

@@ -88,8 +88,8 @@ def make_pool(layout, dtype=torch.bfloat16):
     [(False, 0, 1), (True, 0, 1), (False, 1, 4), (True, 3, 8)],
 )
 def test_sglangs_test_of_batches_passes(monkeypatch, is_mla, rank, size):
-    """The four cases of `test_batch_operation` beside SGLang's Mooncake store: pages with keys and
-    values or one latent, first and later ranks."""
+    """These are the four cases of `test_batch_operation` beside SGLang's Mooncake store: pages
+    with keys and values or one latent, first and later ranks."""
     SHARED.clear()
     name = "sglang.srt.mem_cache.storage.mooncake_store.test_mooncake_store"
     tests = importlib.import_module(name)

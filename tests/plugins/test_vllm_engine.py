@@ -120,7 +120,7 @@ def expected_batches(model):
 
 @pytest.fixture
 def expected(expected_batches):
-    """The same for `make_prompts()`."""
+    """The output of `make_prompts()` without the connector."""
     return expected_batches[0]
 
 

@@ -67,8 +67,8 @@ def test_a_grid_tries_every_combination_that_makes_sense():
 
 
 def test_the_front_has_the_plans_that_no_other_beats_for_its_price():
-    """Checked by hand: the expensive slow one is not on the front, nor is one that costs more
-    for the same."""
+    """The front was checked by hand: it has neither the expensive slow plan nor one that costs
+    more for the same."""
     points = [make_point(*pair) for pair in ((1, 900), (2, 500), (3, 600), (4, 500), (5, 100))]
     _mark_pareto(points)
     assert [point["pareto"] for point in points] == [True, True, False, False, True]
@@ -126,8 +126,8 @@ def test_the_verdict_says_when_nothing_meets_the_slo_and_memory_does_not_help():
 
 
 def test_one_more_tib_is_by_the_memory_of_all_instances():
-    """Checked by hand: 512 GiB more on each of two instances is one TiB, and gained 10 points
-    of hits."""
+    """The gain was checked by hand: 512 GiB more on each of two instances is one TiB, and
+    gained 10 points of hits."""
     points = [
         make_point(1, 900, host=0.0, token_hit=0.2, instances=2),
         make_point(2, 400, host=512.0, token_hit=0.3, instances=2),

@@ -68,7 +68,8 @@ def test_the_table_says_where_tokens_came_from(trace, capsys):
 
 
 def test_every_computed_token_has_a_reason(trace, capsys):
-    """Also those behind the last whole block, so that the rows of the table add up."""
+    """Tokens behind the last whole block have a reason, too, so that the rows of the table add
+    up."""
     assert main(["replay", trace, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
 

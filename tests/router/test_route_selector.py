@@ -43,7 +43,7 @@ class KnownInstances:
         return self.registry.register(msgspec.structs.replace(told, **changes))
 
     def paths(self, path: PromptPath) -> PromptPaths:
-        """The same path in every group."""
+        """One path, the same in every group."""
         return PromptPaths(by_group={e.group: path for e in self.registry.instances})
 
     def pair(self, path: PromptPath = LONG, tried=()) -> tuple[str, str] | None:

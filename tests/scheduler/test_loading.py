@@ -43,7 +43,7 @@ def make_stored(**options: Any) -> Harness:
 
 
 def make_measured(*, token_s: float, block_s: float, **options: Any) -> Harness:
-    """The same, after the loop has measured prompts and copies."""
+    """A harness as from `make_harness`, whose loop has measured prompts and copies already."""
     harness = make_harness(**options)
     harness.runner.token_s, harness.copier.block_s = token_s, block_s
     harness.run(make_request("probe", PROMPT, max_tokens=1))

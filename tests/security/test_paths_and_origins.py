@@ -78,8 +78,8 @@ def test_names_of_models_still_pass_the_router():
 
 
 def test_a_path_is_forwarded_as_it_was_sent():
-    """Not decoded and encoded again, so the instance matches the same route as the router did;
-    a path with dot segments, plain or encoded, is not forwarded."""
+    """The path is not decoded and encoded again, so the instance matches the same route as the
+    router did. A path with dot segments, plain or encoded, is not forwarded."""
 
     def forwarded(raw):
         path = unquote(raw.decode())

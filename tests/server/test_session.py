@@ -116,8 +116,8 @@ def test_anthropics_blocks_become_messages():
         {"tool_choice": {"type": "tool"}},
     ],
 )
-def test_what_anthropics_format_has_and_this_server_not_is_refused(fields):
-    """By name, not silently."""
+def test_parts_of_anthropics_format_that_are_not_supported_are_refused(fields):
+    """A field that changed nothing would mislead the client."""
     with pytest.raises(RequestRefused):
         anthropic(**fields)
 
@@ -168,7 +168,7 @@ def test_items_of_the_responses_api_become_messages():
         {"text": {"format": {"type": "json_schema"}}},
     ],
 )
-def test_what_the_responses_api_has_and_this_server_not_is_refused(fields):
-    """By name, not silently."""
+def test_parts_of_the_responses_api_that_are_not_supported_are_refused(fields):
+    """A field that changed nothing would mislead the client."""
     with pytest.raises(RequestRefused):
         responses(**fields)

@@ -87,7 +87,8 @@ def test_chat_sends_the_name_and_then_pieces_of_the_arguments():
 
 
 def test_messages_sends_pieces_of_the_input():
-    """One block per call, opened before its first piece and closed before the next block."""
+    """Each call is one block, opened before its first piece and closed before the next
+    block."""
 
     async def scenario(harness):
         blocks = (await whole(harness, MESSAGES))["content"]

@@ -161,9 +161,8 @@ def test_calls_that_never_end_open_the_breaker(name: str) -> None:
 
 @pytest.mark.parametrize("gives_up", [True, False])
 def test_successful_calls_do_not_cancel_out_calls_that_still_hang(gives_up: bool) -> None:
-    """A store may answer some lookups from memory and hang in others. The third that hangs "
-    "opens the
-    breaker, whether the backend raises StorageTimeout or does not return at all."""
+    """A store may answer some lookups from memory and hang in others. The third that hangs
+    opens the breaker, whether the backend raises StorageTimeout or does not return at all."""
     clock, memory = VirtualClock(), make_memory()
     guarded = GuardedStorage(memory, CONFIG, clock, spawn=Probes())
     answer, num_hung, gate = memory.contains, [0], Event()

@@ -206,8 +206,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker is None else self._worker.take_report()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Stats since the last call. Stats since the last call. vLLM adds those of the
-        scheduler, where writes wait, to those of the workers."""
+        """Stats since the last call. vLLM adds those of the scheduler, where writes wait, to
+        those of the workers."""
         if self._tier is not None:
             return self._totals.take(sample_writes(self._tier.waiting))
         if self._worker is None or not self._worker.take_changed():
