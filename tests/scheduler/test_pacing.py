@@ -9,6 +9,7 @@ from headwater.scheduler.batch import StepBudget
 from headwater.scheduler.pacing import (
     ADAPTIVE_ITL,
     AGE_FACTOR,
+    MAX_UNFINISHED,
     ItlTarget,
     StepCosts,
     affordable_tokens,
@@ -118,6 +119,34 @@ def test_short_prompts_pass_many_long_ones_that_wait():
     assert len(engine.reasons) == 13
 
 
+def test_few_long_prompts_hold_blocks_under_overload():
+    """All prompts are old there. Each holds blocks for its whole length, so those whose turn is
+    later wait without blocks."""
+    engine = serve(32, max_num_seqs=32)
+    for family in range(24):
+        engine.add(make_request(f"long-{family}", prompt(400, family), max_tokens=1))
+    most = 0
+    while engine.core.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler._table.prefilling))
+
+    assert MAX_UNFINISHED <= most <= 2 * MAX_UNFINISHED
+    assert len(engine.reasons) == 24
+
+
+def test_a_prefix_is_computed_once_under_overload():
+    """Each long prompt comes twice, and the second finds what the first has computed, although
+    all of them together take far longer than a wait for a prefix may take."""
+    engine = serve(32, max_num_seqs=32, prefix_wait_timeout_s=0.5)
+    for family in range(24):
+        for turn in range(2):
+            tokens = [*prompt(400, family), turn]
+            engine.add(make_request(f"{family}-{turn}", tokens, max_tokens=1))
+    engine.run()
+
+    assert engine.runner.num_tokens <= 24 * (400 + 2 * 4)
+
+
 @search(examples=25)
 @given(
     long_tokens=st.integers(20, 300),
@@ -173,3 +202,15 @@ def test_a_step_with_decodes_stays_within_its_target():
     engine.run()
     assert engine.outputs["decoding"] == expected_tokens(decoding)
     assert engine.outputs["long"] == expected_tokens(long)
+
+
+def test_a_long_prompt_of_a_higher_class_does_not_wait_for_lower_ones():
+    """The places of long prompts are counted for its class and those before it."""
+    engine = serve(16, policy="priority")
+    for family in range(6):
+        low = make_request(f"low-{family}", prompt(400, family), max_tokens=1, priority=1)
+        engine.add(low)
+    engine.steps(6)
+    engine.run_until("high", make_request("high", prompt(400, 9), max_tokens=1), max_steps=40)
+
+    assert len(engine.reasons) == 1

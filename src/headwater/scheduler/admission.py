@@ -40,7 +40,7 @@ from headwater.scheduler.batch import Chunk, StepBudget
 from headwater.scheduler.blocks import BlockAllocator, GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.loading import KVLoader
-from headwater.scheduler.pacing import MAX_UNFINISHED, is_old
+from headwater.scheduler.pacing import MAX_UNFINISHED, is_old, prefill_key
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
@@ -317,12 +317,22 @@ class Admission:
     def _is_held(self, sequence: Sequence, num_found: int, budget: StepBudget) -> bool:
         """Whether `sequence` would exceed the number of long prompts. A prompt that the step
         finishes is not long. A preempted sequence was admitted before and is never held."""
-        if len(self._table.prefilling) < MAX_UNFINISHED or sequence.num_preemptions:
+        prefilling = self._table.prefilling
+        if len(prefilling) < MAX_UNFINISHED or sequence.num_preemptions:
             return False
         num_lacking = sequence.num_tokens - num_found
         if budget.finishes(num_found, num_lacking):
             return False
-        return not is_old(sequence, num_lacking, self._totals.scheduled_prompt_tokens)
+        clock = self._totals.scheduled_prompt_tokens
+        # An old prompt waits for those that go before it, a young one for all of its class: the
+        # shorter ones that would pass it hold blocks too. Under overload all prompts are old.
+        last: tuple[int, bool, float] = sequence.rank[0], True, inf
+        if is_old(sequence, num_lacking, clock):
+            last = prefill_key(sequence, num_lacking, clock)
+        num_before = sum(
+            prefill_key(s, s.num_tokens - s.num_scheduled, clock) <= last for s in prefilling
+        )
+        return num_before >= MAX_UNFINISHED
 
     def _start_overlapped(
         self, sequence: Sequence, match: Match, now: float

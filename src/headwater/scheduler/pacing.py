@@ -28,8 +28,9 @@ NEW_SHARE = 4
 """One part in this many of a step's prompt tokens is for sequences that have not begun yet."""
 
 MAX_UNFINISHED = 4
-"""Most prompts that are computed over several steps at once. They hold blocks, so further long
-prompts wait, and shorter ones pass them."""
+"""With this many prompts that are computed over several steps, further long prompts wait, because
+they hold blocks. Shorter prompts pass them. An old prompt, or one of a higher priority class,
+waits only for this many that go before it, so a few more may be computed at once."""
 
 CONTEXT_TOKENS = 32768
 """Number of preceding tokens that doubles the cost of a token, because attention reads them.
@@ -120,15 +121,21 @@ def is_old(sequence: Sequence, num_lacking: int, prompt_clock: int) -> bool:
     return prompt_clock - sequence.entered_at >= AGE_FACTOR * num_lacking
 
 
+def prefill_key(
+    sequence: Sequence, num_lacking: int, prompt_clock: int
+) -> tuple[int, bool, int]:
+    """Its place in the order of prompts: by priority class; within a class first the old ones by
+    arrival, then those that lack the fewest tokens."""
+    priority, arrival = sequence.rank
+    if is_old(sequence, num_lacking, prompt_clock):
+        return priority, False, arrival
+    return priority, True, AGE_FACTOR * num_lacking + sequence.entered_at
+
+
 def in_prefill_order(sequences: Iterable[Sequence], prompt_clock: int) -> list[Sequence]:
-    """Sorted by priority class; within a class first the old ones by arrival, then those that
-    lack the fewest tokens."""
+    """Sorted by `prefill_key`: the next one to compute is first."""
 
     def key(sequence: Sequence) -> tuple[int, bool, int]:
-        priority, arrival = sequence.rank
-        num_lacking = sequence.num_tokens - sequence.num_scheduled
-        if is_old(sequence, num_lacking, prompt_clock):
-            return priority, False, arrival
-        return priority, True, AGE_FACTOR * num_lacking + sequence.entered_at
+        return prefill_key(sequence, sequence.num_tokens - sequence.num_scheduled, prompt_clock)
 
     return sorted(sequences, key=key)
