@@ -3,7 +3,7 @@
 import pytest
 
 from headwater.cache import InFlight
-from headwater.scheduler.admission import starts_prefix_wait
+from headwater.scheduler.prefix_wait import starts_prefix_wait
 from tests.scheduler.harness import STEP_S, Harness, expected_tokens, make_prompt, make_request
 
 CHUNKED = {"max_num_seqs": 8, "max_batched_tokens": 16}
@@ -66,19 +66,75 @@ def test_a_prefix_wait_ends_when_the_computing_sequence_is_aborted() -> None:
     assert harness.outputs["b"] == expected_tokens(waiter)
 
 
-def test_a_prefix_wait_ends_at_its_deadline() -> None:
-    """Every wait has an end, even if the source is slow; a sequence waits only once."""
+def test_a_wait_for_a_prefix_of_a_peer_ends_at_its_deadline() -> None:
+    """A peer may be slow or gone; a sequence waits for one only once."""
+    harness = Harness(settings={**CHUNKED, "prefix_wait_timeout_s": 2.5 * STEP_S})
+    received = harness.scheduler.add(make_request("a", make_prompt(60)))
+    harness.scheduler.handoffs.expect(received)
+    harness.scheduler.handoffs.invite(received)
+    waiter = make_request("b", make_prompt(12))
+    harness.steps(1)
+    harness.add(waiter)
+
+    harness.steps(3)
+    assert not harness.batches
+    harness.run_until("b", max_steps=12)
+
+    assert harness.scheduler.stats().num_prefix_waits == 1
+    assert harness.outputs["b"] == expected_tokens(waiter)
+
+
+def test_a_prefix_wait_lasts_as_long_as_its_prefill() -> None:
+    """Computing the prefix again would take no less time: the wait has no deadline."""
     harness = Harness(
-        settings={**CHUNKED, "long_prefill_tokens": 4, "prefix_wait_timeout_s": 2.5 * STEP_S}
+        settings={**CHUNKED, "long_prefill_tokens": 4, "prefix_wait_timeout_s": STEP_S}
     )
     harness.add(make_request("a", make_prompt(60)), make_request("b", make_prompt(61)))
-
-    harness.steps(4)
-
-    assert [harness.names(step) for step in range(4)] == [["a"], ["a"], ["a"], ["a", "b"]]
     harness.run()
-    assert harness.scheduler.stats().num_prefix_waits == 1
-    assert harness.usages["b"].cached_tokens == 12
+
+    assert harness.usages["b"].cached_tokens == 60
+
+
+def test_a_long_prefill_is_computed_for_those_that_wait_for_its_beginning() -> None:
+    """Many prompts are shorter than the long one and go before it. The waiter lacks less than
+    each of them, so the beginning of the long one is computed before them."""
+    harness = Harness(num_blocks=2000, settings={**CHUNKED, "max_num_seqs": 16})
+    harness.add(make_request("long", make_prompt(1600), max_tokens=1))
+    harness.steps(1)
+    for family in range(1, 20):
+        request = make_request(f"m{family}", make_prompt(200, family=family), max_tokens=1)
+        harness.add(request)
+    harness.steps(2)
+    waiter = make_request("b", [*make_prompt(64), 7], max_tokens=1)
+    harness.run_until("b", waiter, max_steps=12)
+
+    assert harness.usages["b"].cached_tokens == 64
+    assert harness.outputs["b"] == expected_tokens(waiter)
+
+
+def test_a_waiter_waits_again_for_what_follows_its_prefix() -> None:
+    """Two requests share more with each other than with the one before them: all they share is
+    computed once."""
+    harness = Harness(num_blocks=200, settings=CHUNKED)
+    first = make_request("a", make_prompt(40), max_tokens=1)
+    shared = [*make_prompt(40), *make_prompt(80, family=1)]
+    harness.add(first, make_request("b", [*shared, 1]), make_request("c", [*shared, 2]))
+    harness.run()
+
+    assert harness.usages["b"].cached_tokens == 40
+    assert harness.usages["c"].cached_tokens == 120
+
+
+def test_waiters_of_an_aborted_prefill_wait_for_the_next_one() -> None:
+    """One of them computes the prefix, and the others do not compute it at the same time."""
+    harness = Harness(num_blocks=400, settings=CHUNKED)
+    source = make_request("a", make_prompt(200), max_tokens=1)
+    harness.add(source, *(make_request(f"r{n}", [*make_prompt(200), n]) for n in range(6)))
+    harness.steps(2)
+    harness.core.abort(source.request_id)
+    harness.run()
+
+    assert [harness.usages[f"r{n}"].cached_tokens for n in range(6)] == [32] + 5 * [200]
 
 
 def test_no_sequence_waits_for_a_waiting_sequence() -> None:

@@ -1,9 +1,7 @@
 """Which waiting sequences start now. `admits` is the one rule, for every caller.
 
-A sequence may also wait for a prefix that a running sequence is computing (in-flight prefix
-sharing). Such a waiter holds no slots and no lease. It waits only for a *running* sequence, which
-has all its slots and so always finishes the prefix, and it waits once: never for a waiting
-sequence, in a circle, or beyond its deadline.
+A sequence may also wait for a prefix that a *running* sequence is computing (`prefix_wait`). It
+holds no slots and no lease meanwhile.
 
 Proof of progress: some sequence always finishes, whatever the pool size and the load.
 
@@ -31,7 +29,7 @@ The reserve for growth is therefore never needed for progress. It keeps a full p
 admitting sequences only to preempt them again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum, auto
 from math import inf
 
@@ -40,11 +38,15 @@ from headwater.scheduler.batch import Chunk, StepBudget
 from headwater.scheduler.blocks import BlockAllocator, GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.loading import KVLoader
-from headwater.scheduler.pacing import MAX_UNFINISHED, is_old, prefill_key
+from headwater.scheduler.pacing import MAX_UNFINISHED, is_old, prefill_place, prompt_place
+from headwater.scheduler.prefix_wait import (
+    lend_place,
+    starts_prefix_wait,
+    still_waits_for_prefix,
+)
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
-from headwater.types import RequestId
 
 
 class _AdmissionResult(Enum):
@@ -76,47 +78,6 @@ def admits(*, num_needed: int, num_available: int, num_growth: int, num_running:
     if num_running == 0:
         return num_needed <= num_available
     return num_needed + num_growth <= num_available
-
-
-def _still_waits_for_prefix(sequence: Sequence, now: float) -> bool:
-    """Whether `sequence` still waits for the prefix that another one is computing.
-
-    The wait ends when the blocks are committed, when the computing sequence no longer runs, or
-    at the deadline.
-    """
-    source, until_s = sequence.prefix_source, sequence.prefix_wait_until_s
-    if source is None or until_s is None:
-        return False
-    waits = source.is_running and source.num_committed < sequence.prefix_wait_blocks
-    if not waits or now >= until_s:
-        sequence.prefix_source = None
-    return sequence.prefix_source is not None
-
-
-def starts_prefix_wait(
-    sequence: Sequence,
-    match: Match,
-    alive: Mapping[RequestId, Sequence],
-    *,
-    min_blocks: int,
-    until_s: float,
-) -> bool:
-    """Whether `sequence` waits from now on for the prefix that `match` found in flight.
-
-    It does not wait a second time, nor after a preemption: then it has waited enough.
-    """
-    in_flight = match.in_flight
-    if in_flight is None or in_flight.num_blocks < min_blocks:
-        return False
-    if sequence.prefix_wait_until_s is not None or sequence.num_preemptions:
-        return False
-    source = alive.get(in_flight.sequence)
-    if source is None or not source.is_running:
-        return False
-    sequence.prefix_source = source
-    sequence.prefix_wait_blocks = match.num_blocks + in_flight.num_blocks
-    sequence.prefix_wait_until_s = until_s
-    return True
 
 
 _WAITERS_PER_PLACE = 4
@@ -196,6 +157,8 @@ class Admission:
         blocked: list[Sequence] = []
         patience, num_waiters, num_held = self._config.max_passes, 0, 0
         self.recheck_s = inf
+        for prefill in self._table.prefilling:
+            prefill.waiter_place = None
         for sequence in self._candidates():
             own = self._growth.num_blocks((sequence,))
             result = self._start(sequence, growth + own, now, budget)
@@ -212,6 +175,9 @@ class Admission:
                 patience = min(patience, self._patience(sequence))
             else:
                 num_waiters += 1
+                lend_place(
+                    sequence, self._blocks.block_tokens, self._totals.scheduled_prompt_tokens
+                )
             if result is not _AdmissionResult.ADMITTED:
                 self.recheck_s = min(self.recheck_s, _wait_end_s(sequence, now))
             if not budget.has_room or patience <= 0 < len(blocked):
@@ -275,7 +241,7 @@ class Admission:
     ) -> _AdmissionResult:
         """Admit `sequence` if there is room for it and it has nothing to wait for. `budget` is
         what it computes its first chunk with; None if another instance computes it."""
-        if _still_waits_for_prefix(sequence, now):
+        if sequence.prefix_source is not None and still_waits_for_prefix(sequence, now):
             return _AdmissionResult.AWAITING_PREFIX
         load = sequence.load
         if load is not None and self._loader.still_waits(sequence, now):
@@ -328,10 +294,8 @@ class Admission:
         # shorter ones that would pass it hold blocks too. Under overload all prompts are old.
         last: tuple[int, bool, float] = sequence.rank[0], True, inf
         if is_old(sequence, num_lacking, clock):
-            last = prefill_key(sequence, num_lacking, clock)
-        num_before = sum(
-            prefill_key(s, s.num_tokens - s.num_scheduled, clock) <= last for s in prefilling
-        )
+            last = prompt_place(sequence, num_lacking, clock)
+        num_before = sum(prefill_place(prefill, clock) <= last for prefill in prefilling)
         return num_before >= MAX_UNFINISHED
 
     def _start_overlapped(
@@ -351,7 +315,7 @@ class Admission:
 
     def _waits_for_prefix(self, sequence: Sequence, match: Match, now: float) -> bool:
         config = self._config
-        return starts_prefix_wait(
+        return match.in_flight is not None and starts_prefix_wait(
             sequence,
             match,
             self._table.alive,

@@ -55,7 +55,8 @@ class SchedulerConfig:
     """Fewest blocks for which a new sequence waits while a running prefill computes them."""
 
     prefix_wait_timeout_s: float = 2.0
-    """Longest wait for such a prefix."""
+    """Longest wait for a prefix that another instance computes and sends. A prefill here has no
+    such limit: it lasts no longer than computing the prefix again."""
 
     load_policy: LoadPolicy = "priced"
     """Default for requests: what to do about blocks on the host or in storage."""

@@ -121,21 +121,24 @@ def is_old(sequence: Sequence, num_lacking: int, prompt_clock: int) -> bool:
     return prompt_clock - sequence.entered_at >= AGE_FACTOR * num_lacking
 
 
-def prefill_key(
+def prompt_place(
     sequence: Sequence, num_lacking: int, prompt_clock: int
 ) -> tuple[int, bool, int]:
-    """Its place in the order of prompts: by priority class; within a class first the old ones by
-    arrival, then those that lack the fewest tokens."""
+    """The place of a prompt that lacks this many tokens: by priority class; within a class first
+    the old ones by arrival, then those that lack the fewest tokens."""
     priority, arrival = sequence.rank
     if is_old(sequence, num_lacking, prompt_clock):
         return priority, False, arrival
     return priority, True, AGE_FACTOR * num_lacking + sequence.entered_at
 
 
+def prefill_place(sequence: Sequence, prompt_clock: int) -> tuple[int, bool, int]:
+    """The place of a running prefill: its own, or that of a sequence that waits for its blocks."""
+    num_lacking = sequence.num_tokens - sequence.num_scheduled
+    place = prompt_place(sequence, num_lacking, prompt_clock)
+    return place if sequence.waiter_place is None else min(place, sequence.waiter_place)
+
+
 def in_prefill_order(sequences: Iterable[Sequence], prompt_clock: int) -> list[Sequence]:
-    """Sorted by `prefill_key`: the next one to compute is first."""
-
-    def key(sequence: Sequence) -> tuple[int, bool, int]:
-        return prefill_key(sequence, sequence.num_tokens - sequence.num_scheduled, prompt_clock)
-
-    return sorted(sequences, key=key)
+    """Sorted by `prefill_place`: the next one to compute is first."""
+    return sorted(sequences, key=lambda sequence: prefill_place(sequence, prompt_clock))

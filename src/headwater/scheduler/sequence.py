@@ -10,6 +10,7 @@ changes is here, and changes through the methods below.
 """
 
 from enum import Enum, auto
+from math import inf
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Sequence:
         "num_tokens_end", "overlap", "params", "preempted_s", "prefix_source",
         "prefix_wait_blocks", "prefix_wait_until_s", "prompt_tokens", "rank", "receives",
         "request", "request_id", "row", "schedulable_end", "scores", "state", "stop_tokens",
-        "surplus", "usage",
+        "surplus", "usage", "waiter_place",
     )
     # fmt: on
 
@@ -133,6 +134,13 @@ class Sequence:
     """Log-probabilities of its prompt tokens so far, from the second on; None if they were not
     requested, or were already reported."""
 
+    prefix_source: "Sequence | None"
+    """The running sequence whose blocks this one waits for."""
+
+    waiter_place: tuple[int, bool, int] | None
+    """Place of the most urgent sequence that waits for its blocks, in the order of prompts; None
+    when none does."""
+
     _block_buffer: Slots
 
     def __init__(
@@ -174,13 +182,12 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.num_preemptions = self.num_passes = self.entered_at = 0
         self.preempted_s = 0.0
-        self.prefix_source: Sequence | None = None
-        """The running prefill whose blocks this one waits for."""
+        self.prefix_source = self.waiter_place = None
         self.prefix_wait_blocks = 0
         """It waits until `prefix_source` has committed this many blocks."""
         self.scores = None if request.params.prompt_logprobs is None else []
-        self.prefix_wait_until_s: float | None = None
-        """Deadline of its first wait for a prefix; a sequence waits for a prefix only once."""
+        self.prefix_wait_until_s = inf
+        """Deadline of its wait for a prefix that a peer computes; infinite before that wait."""
         self.load: SequenceLoad | None = None
         """State of its load from lower tiers; None when there is nothing to load."""
         self.usage: Usage | None = None
