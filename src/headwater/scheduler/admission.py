@@ -175,9 +175,9 @@ class Admission:
                 patience = min(patience, self._patience(sequence))
             else:
                 num_waiters += 1
-                lend_place(
-                    sequence, self._blocks.block_tokens, self._totals.scheduled_prompt_tokens
-                )
+                if result is _AdmissionResult.AWAITING_PREFIX:
+                    clock = self._totals.scheduled_prompt_tokens
+                    lend_place(sequence, self._blocks.block_tokens, clock)
             if result is not _AdmissionResult.ADMITTED:
                 self.recheck_s = min(self.recheck_s, _wait_end_s(sequence, now))
             if not budget.has_room or patience <= 0 < len(blocked):
