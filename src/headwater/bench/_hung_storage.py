@@ -21,8 +21,8 @@ from headwater.bench._tier_engine import TierEngine
 from headwater.clock import SystemClock
 from headwater.errors import InvariantError
 from headwater.storage import Opening, StorageBackend, open_storage
-from headwater.storage.base import BlockRead, BlockWrite, StorageStats
-from headwater.types import BlockKey, Tokens
+from headwater.storage.forwarding import ForwardingStorage
+from headwater.types import Tokens
 
 if TYPE_CHECKING:
     from headwater.device.model import LoadedModel
@@ -43,13 +43,13 @@ _NUM_STORED = 8
 _STORED_SEED, _FRESH_SEED = 400_000, 600_000
 
 
-class HungStorage:
+class HungStorage(ForwardingStorage):
     """Passes calls on to a real backend; stops its medium before calls that are in `hung`."""
 
     def __init__(
         self, backend: StorageBackend, medium: StoppableMedium, hung: list[str], made: Event
     ) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._medium = medium
         self._hung = hung
         self._made = made
@@ -64,37 +64,13 @@ class HungStorage:
         backend = open_storage(medium.backend, medium.config, opening)
         return cls(backend, medium, settings["hung"], settings["made"])
 
-    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
-        self._stop("contains")
-        return self._backend.contains(runs, timeout_s=timeout_s)
-
-    def read(
-        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
-    ) -> list[BlockRead]:
-        self._stop("read")
-        return self._backend.read(keys, into, timeout_s=timeout_s)
-
-    def write(
-        self,
-        keys: Sequence[BlockKey],
-        blocks: Sequence[memoryview],
-        *,
-        parents: Sequence[BlockKey],
-        timeout_s: float,
-    ) -> list[BlockWrite]:
-        self._stop("write")
-        return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
-
-    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        self._stop("remove")
-        return self._backend.remove(keys, timeout_s=timeout_s)
-
-    def stats(self) -> StorageStats:
-        return self._backend.stats()
-
     def close(self) -> None:
         self._stop("close")
-        self._backend.close()
+        super().close()
+
+    def _target(self, call: str) -> StorageBackend:
+        self._stop(call)
+        return self._backend
 
     def _stop(self, call: str) -> None:
         if call in self._hung:

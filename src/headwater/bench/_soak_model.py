@@ -25,7 +25,8 @@ from headwater.errors import InvariantError, StorageError, StorageTimeout
 from headwater.launch.core import build_core
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.storage import Opening, open_storage
-from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
+from headwater.storage.base import BlockRead, BlockWrite, StorageBackend
+from headwater.storage.forwarding import ForwardingStorage
 from headwater.storage.memory import MemoryStorage
 from headwater.testing.faults import BYTE_FAULTS, damage
 from headwater.testing.media import MemoryMedium
@@ -42,11 +43,11 @@ _LONGEST = 200
 _MAX_TOKENS = 24
 
 
-class ShakyStorage:
+class ShakyStorage(ForwardingStorage):
     """A backend whose calls randomly fail, take long, or find damaged bytes."""
 
     def __init__(self, backend: StorageBackend, seed: int) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._dice = Random(seed)
         self._lock = Lock()
 
@@ -57,13 +58,13 @@ class ShakyStorage:
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
         self._shake([])
-        return self._backend.contains(runs, timeout_s=timeout_s)
+        return super().contains(runs, timeout_s=timeout_s)
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
     ) -> list[BlockRead]:
         self._shake(keys)
-        return self._backend.read(keys, into, timeout_s=timeout_s)
+        return super().read(keys, into, timeout_s=timeout_s)
 
     def write(
         self,
@@ -76,16 +77,7 @@ class ShakyStorage:
         if self._roll() < 0.05:
             return [BlockWrite.REFUSED] * len(keys)
         self._shake([])
-        return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
-
-    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        return self._backend.remove(keys, timeout_s=timeout_s)
-
-    def stats(self) -> StorageStats:
-        return self._backend.stats()
-
-    def close(self) -> None:
-        self._backend.close()
+        return super().write(keys, blocks, parents=parents, timeout_s=timeout_s)
 
     def _shake(self, keys: Sequence[BlockKey]) -> None:
         roll = self._roll()

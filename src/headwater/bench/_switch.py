@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from headwater.storage import Opening, StorageBackend, open_storage
-from headwater.storage.base import BlockRead, BlockWrite, StorageStats
+from headwater.storage.base import BlockWrite
+from headwater.storage.forwarding import ForwardingStorage
 from headwater.types import BlockKey
 
 
-class Switch:
-    """`chosen[0]` names the backend that is asked and read."""
+class Switch(ForwardingStorage):
+    """`chosen[0]` names the backend that gets every call except writes, which all get."""
 
     def __init__(self, backends: Mapping[str, StorageBackend], chosen: list[str]) -> None:
+        super().__init__(backends[chosen[0]])
         self._backends = backends
         self._chosen = chosen
 
@@ -24,14 +26,6 @@ class Switch:
         media = settings["media"]
         backends = {name: open_storage(name, media[name], opening) for name in media}
         return cls(backends, settings["chosen"])
-
-    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
-        return self._current.contains(runs, timeout_s=timeout_s)
-
-    def read(
-        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
-    ) -> list[BlockRead]:
-        return self._current.read(keys, into, timeout_s=timeout_s)
 
     def write(
         self,
@@ -45,16 +39,9 @@ class Switch:
             written = backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
         return written
 
-    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        return self._current.remove(keys, timeout_s=timeout_s)
-
-    def stats(self) -> StorageStats:
-        return self._current.stats()
-
     def close(self) -> None:
         for backend in self._backends.values():
             backend.close()
 
-    @property
-    def _current(self) -> StorageBackend:
+    def _target(self, call: str) -> StorageBackend:
         return self._backends[self._chosen[0]]

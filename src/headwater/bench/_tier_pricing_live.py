@@ -17,7 +17,8 @@ import numpy as np
 from headwater.bench._tier_engine import TierEngine
 from headwater.bench._tier_pricing import POLICIES
 from headwater.storage import Opening, StorageBackend, open_storage
-from headwater.storage.base import BlockRead, BlockWrite, StorageStats
+from headwater.storage.base import BlockRead
+from headwater.storage.forwarding import ForwardingStorage
 from headwater.transfer.slab import slot_bytes
 from headwater.types import BlockKey, Tokens
 
@@ -36,11 +37,11 @@ _WARM_ROUNDS = 1
 """Rounds before the measured ones, in which the engines measure speeds."""
 
 
-class SlowStorage:
+class SlowStorage(ForwardingStorage):
     """A backend whose reads and writes take at least the time of a slow medium."""
 
     def __init__(self, backend: StorageBackend, bytes_s: float) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._bytes_s = bytes_s
         self._closed = Event()
 
@@ -50,34 +51,15 @@ class SlowStorage:
         inner = {name: value for name, value in settings.items() if name != "bytes_s"}
         return cls(open_storage("file", inner, opening), settings["bytes_s"])
 
-    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
-        return self._backend.contains(runs, timeout_s=timeout_s)
-
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
     ) -> list[BlockRead]:
         self._closed.wait(sum(view.nbytes for view in into) / self._bytes_s)
-        return self._backend.read(keys, into, timeout_s=timeout_s)
-
-    def write(
-        self,
-        keys: Sequence[BlockKey],
-        blocks: Sequence[memoryview],
-        *,
-        parents: Sequence[BlockKey],
-        timeout_s: float,
-    ) -> list[BlockWrite]:
-        return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
-
-    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        return self._backend.remove(keys, timeout_s=timeout_s)
-
-    def stats(self) -> StorageStats:
-        return self._backend.stats()
+        return super().read(keys, into, timeout_s=timeout_s)
 
     def close(self) -> None:
         self._closed.set()
-        self._backend.close()
+        super().close()
 
 
 class LiveScenario(NamedTuple):

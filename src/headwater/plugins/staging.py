@@ -11,8 +11,9 @@ from functools import partial
 from threading import Event, Lock, Thread
 
 from headwater.errors import StorageTimeout, StorageUnavailable
-from headwater.storage import BlockRead, BlockWrite, StorageBackend, StorageStats
+from headwater.storage import BlockRead, StorageBackend
 from headwater.storage.calls import copy_bytes
+from headwater.storage.forwarding import ForwardingStorage
 from headwater.storage.io_threads import IoThreads
 from headwater.transfer.slab import HostSlab
 from headwater.types import BlockKey
@@ -21,22 +22,19 @@ _SHARE = 0.9
 """Share of the time limit for the read; the rest is for copying and reporting."""
 
 
-class StagedStorage:
+class StagedStorage(ForwardingStorage):
     """A `StorageBackend` whose `read` touches its buffers only before it returns or raises."""
 
     def __init__(
         self, backend: StorageBackend, block_bytes: int, *, slice_blocks: int, num_slices: int
     ) -> None:
         """Staging memory for `num_slices` reads at once, of at most `slice_blocks` blocks each."""
-        self._backend = backend
+        super().__init__(backend)
         self._slice_blocks = slice_blocks
         self._slab = HostSlab(slice_blocks * num_slices, block_bytes)
         self._free = list(range(num_slices))
         self._lock = Lock()
         self._threads = IoThreads("staged read", num_slices)
-
-    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
-        return self._backend.contains(runs, timeout_s=timeout_s)
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
@@ -60,25 +58,9 @@ class StagedStorage:
         self._give_back(number)
         return outcomes
 
-    def write(
-        self,
-        keys: Sequence[BlockKey],
-        blocks: Sequence[memoryview],
-        *,
-        parents: Sequence[BlockKey],
-        timeout_s: float,
-    ) -> list[BlockWrite]:
-        return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
-
-    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        return self._backend.remove(keys, timeout_s=timeout_s)
-
-    def stats(self) -> StorageStats:
-        return self._backend.stats()
-
     def close(self) -> None:
         self._threads.close()
-        self._backend.close()
+        super().close()
 
     def _read_whole(
         self, keys: Sequence[BlockKey], staged: Sequence[memoryview], timeout_s: float
