@@ -13,14 +13,10 @@ before the frame is sent, and no event is shared between the processes.
 """
 
 import logging
-import os
-import struct
 from collections import deque
 
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frame_validity import (
-    VALIDITY_BYTES,
-    FrameValidity,
     PeerFrameValidity,
 )
 from headwater.disagg.links.frames import Frame
@@ -32,34 +28,26 @@ from headwater.disagg.links.interface import (
 )
 from headwater.disagg.links.leases import ArrivingBlocks
 from headwater.disagg.links.mapped import (
-    NUM_FRAMES,
     MappedOutbound,
     check_user,
-    connect_locally,
     listen_locally,
     name_of,
-    receive_files,
-    send_files,
+    offer_memory,
+    offered_memory,
 )
 from headwater.disagg.peering.handshake import (
     HandshakeTerms,
     LinkSession,
     ServerHandshake,
-    client_handshake,
 )
 from headwater.disagg.peering.stream import Stream, WaitCheck
 from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import PushFailure
 from headwater.errors import ConfigError, DeviceError
-from headwater.transfer.shared import map_shared
 
 log = logging.getLogger(__name__)
 
-_OFFER = struct.Struct("<Q")
-"""Size of the device memory whose descriptor is passed with it."""
-
-_NUM_FILES = 2
 _MAPPED, _NOT_MAPPED = b"\0", b"\1"
 """The receiver's answer to the offer."""
 
@@ -88,7 +76,8 @@ class CudaAcceptor:
         check_user(stream)
         session = handshake.accept()
         try:
-            peer, validity = self._map(stream, check_wait)
+            with offered_memory(stream, check_wait) as (file, num_bytes, validity):
+                peer = self._memory.map_peer(file, num_bytes)
         except DeviceError as error:
             stream.send([_NOT_MAPPED], check_wait)
             raise Malformed(f"cannot map the peer's device memory: {error}") from error
@@ -97,21 +86,6 @@ class CudaAcceptor:
 
     def close(self) -> None:
         """Releases the listening socket."""
-
-    def _map(
-        self, stream: Stream, check_wait: WaitCheck
-    ) -> tuple[PeerBlocks, PeerFrameValidity]:
-        raw, files = receive_files(stream, _OFFER.size, _NUM_FILES, check_wait)
-        try:
-            if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
-                raise Malformed("the peer passed no memory descriptors")
-            validity = PeerFrameValidity(map_shared(files[1], VALIDITY_BYTES))
-            return self._memory.map_peer(files[0], *_OFFER.unpack(raw)), validity
-        except (OSError, ValueError, OverflowError) as error:
-            raise Malformed(f"cannot map the peer's validity words: {error}") from error
-        finally:
-            for file in files:
-                os.close(file)
 
 
 class CudaInbound:
@@ -176,23 +150,25 @@ class CudaDialer:
         self.frame_bytes, self.first_bytes = _FRAME_BYTES, _FIRST_BYTES
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> MappedOutbound:
-        stream = connect_locally(self._name, self._timeout_s)
+        outbound = offer_memory(
+            self._name,
+            self._timeout_s,
+            terms,
+            memory=(self._file, self._num_bytes),
+            check_wait=check_wait,
+        )
+        answer = bytearray(1)
         try:
-            key = client_handshake(stream, terms, check_wait).key
-            validity = FrameValidity(NUM_FRAMES)
-            send_files(stream, _OFFER.pack(self._num_bytes), [self._file, validity.file])
-            answer = bytearray(1)
-            stream.fill(memoryview(answer), check_wait)
+            outbound.stream.fill(memoryview(answer), check_wait)
+            if answer != _MAPPED:
+                raise LinkBroken(
+                    "the receiver's device cannot map this instance's device memory",
+                    PushFailure.REFUSED,
+                )
         except BaseException:
-            stream.close()
+            outbound.stream.close()
             raise
-        if answer != _MAPPED:
-            stream.close()
-            raise LinkBroken(
-                "the receiver's device cannot map this instance's device memory",
-                PushFailure.REFUSED,
-            )
-        return MappedOutbound(stream, key, validity)
+        return outbound
 
     def close(self) -> None:
         """Nothing to do: only connections hold resources."""

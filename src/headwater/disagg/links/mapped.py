@@ -11,17 +11,30 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from headwater.disagg.links.frame_validity import FrameValidity
+from headwater.disagg.links.frame_validity import (
+    VALIDITY_BYTES,
+    FrameValidity,
+    PeerFrameValidity,
+)
 from headwater.disagg.links.frames import announce, encode_frame, make_frame
+from headwater.disagg.peering.handshake import HandshakeTerms, client_handshake
 from headwater.disagg.peering.stream import Stream, WaitCheck
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
+from headwater.transfer.shared import map_shared
 
 NUM_FRAMES = 4
 """Frames in flight: the next frame is there before the peer has copied the last one."""
+
+_OFFER = struct.Struct("<Q")
+"""Size of the memory whose descriptor is passed with it."""
+
+_NUM_FILES = 2
+"""The memory, and the words that tell whether its frames are valid."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -101,7 +114,49 @@ def check_user(stream: Stream) -> None:
         )
 
 
-def send_files(stream: Stream, raw: bytes, files: Sequence[int]) -> None:
+def offer_memory(
+    name: str,
+    timeout_s: float,
+    terms: HandshakeTerms,
+    *,
+    memory: tuple[int, int],
+    check_wait: WaitCheck,
+) -> MappedOutbound:
+    """Connect to the receiver `name` and pass it the descriptor of `memory`, with its size."""
+    file, num_bytes = memory
+    stream = connect_locally(name, timeout_s)
+    try:
+        key = client_handshake(stream, terms, check_wait).key
+        validity = FrameValidity(NUM_FRAMES)
+        _send_files(stream, _OFFER.pack(num_bytes), [file, validity.file])
+    except BaseException:
+        stream.close()
+        raise
+    return MappedOutbound(stream, key, validity)
+
+
+@contextmanager
+def offered_memory(
+    stream: Stream, check_wait: WaitCheck
+) -> Iterator[tuple[int, int, PeerFrameValidity]]:
+    """The descriptor and size of the memory that a sender offers, and its validity words.
+
+    The block maps the memory. The descriptor is closed afterwards; Malformed if it is of no use.
+    """
+    raw, files = _receive_files(stream, check_wait)
+    try:
+        if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
+            raise Malformed("the peer passed no memory descriptors")
+        validity = PeerFrameValidity(map_shared(files[1], VALIDITY_BYTES))
+        yield files[0], _OFFER.unpack(raw)[0], validity
+    except (OSError, ValueError, OverflowError) as error:
+        raise Malformed(f"cannot map the peer's memory: {error}") from error
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _send_files(stream: Stream, raw: bytes, files: Sequence[int]) -> None:
     """Send a few bytes and descriptors."""
     try:
         socket.send_fds(stream.socket, [raw], files)
@@ -109,14 +164,12 @@ def send_files(stream: Stream, raw: bytes, files: Sequence[int]) -> None:
         raise LinkBroken(f"connection lost: {error}") from error
 
 
-def receive_files(
-    stream: Stream, num_bytes: int, num_files: int, check_wait: WaitCheck
-) -> tuple[bytes, list[int]]:
+def _receive_files(stream: Stream, check_wait: WaitCheck) -> tuple[bytes, list[int]]:
     """Bytes and descriptors that a peer sent together. The caller closes the descriptors."""
     while True:
         try:
             raw, files, _, _ = socket.recv_fds(
-                stream.socket, num_bytes, num_files, socket.MSG_CMSG_CLOEXEC
+                stream.socket, _OFFER.size, _NUM_FILES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             check_wait()

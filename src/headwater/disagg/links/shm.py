@@ -9,8 +9,6 @@ sender does not reuse them before it has the answer or has invalidated the frame
 (`frame_validity`). There is no checksum: no bytes are transmitted that could be damaged.
 """
 
-import os
-import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,39 +16,29 @@ import numpy as np
 
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frame_validity import (
-    VALIDITY_BYTES,
-    FrameValidity,
     PeerFrameValidity,
 )
 from headwater.disagg.links.frames import Frame
 from headwater.disagg.links.interface import BlockMemory, OneMemory
 from headwater.disagg.links.leases import ArrivingBlocks
 from headwater.disagg.links.mapped import (
-    NUM_FRAMES,
     MappedOutbound,
     check_user,
-    connect_locally,
     listen_locally,
     name_of,
-    receive_files,
-    send_files,
+    offer_memory,
+    offered_memory,
 )
 from headwater.disagg.peering.handshake import (
     HandshakeTerms,
     LinkSession,
     ServerHandshake,
-    client_handshake,
 )
 from headwater.disagg.peering.stream import Stream, WaitCheck
 from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import Malformed
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
-
-_OFFER = struct.Struct("<Q")
-"""Size of the memory whose descriptor is passed with it."""
-
-_NUM_FILES = 2
 
 _SHARED_BYTES = 4 << 20
 """From this payload on, two threads copy a frame; each takes the next block."""
@@ -76,7 +64,8 @@ class ShmAcceptor:
     ) -> tuple[LinkSession, "ShmInbound"]:
         check_user(stream)
         session = handshake.accept()
-        memory, validity = _take_memory(stream, check_wait)
+        with offered_memory(stream, check_wait) as (file, num_bytes, validity):
+            memory = map_shared(file, num_bytes)
         return session, ShmInbound(memory, validity, self._block_bytes)
 
     def close(self) -> None:
@@ -150,30 +139,13 @@ class ShmDialer:
         self.frame_bytes = self.first_bytes = FRAME_BYTES
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> MappedOutbound:
-        stream = connect_locally(self._name, self._timeout_s)
-        try:
-            key = client_handshake(stream, terms, check_wait).key
-            validity = FrameValidity(NUM_FRAMES)
-            send_files(stream, _OFFER.pack(self._num_bytes), [self._file, validity.file])
-        except BaseException:
-            stream.close()
-            raise
-        return MappedOutbound(stream, key, validity)
+        return offer_memory(
+            self._name,
+            self._timeout_s,
+            terms,
+            memory=(self._file, self._num_bytes),
+            check_wait=check_wait,
+        )
 
     def close(self) -> None:
         """Nothing to do: only connections hold resources."""
-
-
-def _take_memory(stream: Stream, check_wait: WaitCheck) -> tuple[memoryview, PeerFrameValidity]:
-    """Map the memory of a sender, and its frame validity words."""
-    raw, files = receive_files(stream, _OFFER.size, _NUM_FILES, check_wait)
-    try:
-        if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
-            raise Malformed("the peer passed no memory descriptors")
-        memory = map_shared(files[0], _OFFER.unpack(raw)[0])
-        return memory, PeerFrameValidity(map_shared(files[1], VALIDITY_BYTES))
-    except (OSError, ValueError, OverflowError) as error:
-        raise Malformed(f"cannot map the peer's memory: {error}") from error
-    finally:
-        for file in files:
-            os.close(file)

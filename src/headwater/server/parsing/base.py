@@ -193,6 +193,18 @@ class ToolFormat(Protocol):
         """An id for a call whose format has none, from 32 random hexadecimal digits."""
 
 
+class CallsOnlyFormat:
+    """What tool formats share that apply to calls only: answers without calls are plain text."""
+
+    writes_reasoning = False
+
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
+
+    def new_id(self, random_hex: str) -> str:
+        return openai_id(random_hex)
+
+
 def read_json(text: str) -> Any:  # noqa: ANN401 -- any JSON value
     """The value of a JSON text. Raises ValueError for anything else, including NaN."""
     try:

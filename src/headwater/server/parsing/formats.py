@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable, Sequence
 
 from headwater.server.parsing.base import (
+    CallsOnlyFormat,
     OutputParser,
     Terminal,
     ToolCall,
     ToolSpec,
     call_of,
     named_call,
-    openai_id,
     read_json,
 )
 from headwater.server.parsing.blocks import BlockMarkers, BlockParser
@@ -41,11 +41,10 @@ _KIMI_HEAD = re.compile(rf"\s*{_KIMI_ID}\s*\{{")
 _KIMI_CALL = re.compile(rf"\s*{_KIMI_ID}(?P<arguments>.*)", re.S)
 
 
-class HermesFormat:
+class HermesFormat(CallsOnlyFormat):
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen 2.5 and 3, built-in."""
 
     markers: Sequence[str] = ("<tool_call>", "</tool_call>")
-    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         markers = BlockMarkers(opening="<tool_call>", closing="</tool_call>")
@@ -62,18 +61,11 @@ class HermesFormat:
 
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
 
-    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        return "", ""
 
-    def new_id(self, random_hex: str) -> str:
-        return openai_id(random_hex)
-
-
-class Llama3Format:
+class Llama3Format(CallsOnlyFormat):
     """`{"name": …, "parameters": …}` and nothing else, several with `;` between them."""
 
     markers: Sequence[str] = ("<|python_tag|>",)
-    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         markers = BlockMarkers(opening="<|python_tag|>", opens_at_brace=True)
@@ -87,21 +79,14 @@ class Llama3Format:
 
         return calls_grammar(tools, write, parallel=parallel, separator='"; "')
 
-    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        return "", ""
 
-    def new_id(self, random_hex: str) -> str:
-        return openai_id(random_hex)
-
-
-class MistralFormat:
+class MistralFormat(CallsOnlyFormat):
     """`[TOOL_CALLS]` and a list of calls, or before each call its name and `[ARGS]`.
 
     An id that stands after the arguments is not used: the call has begun by then.
     """
 
     markers: Sequence[str] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         markers = BlockMarkers(opening="[TOOL_CALLS]")
@@ -117,14 +102,11 @@ class MistralFormat:
         around = (f'{terminal("[TOOL_CALLS]")} "["', '"]"')
         return calls_grammar(tools, write, parallel=parallel, separator='", "', around=around)
 
-    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        return "", ""
-
     def new_id(self, random_hex: str) -> str:
         return random_hex[:9]  # the chat templates refuse any other length
 
 
-class DeepSeekFormat:
+class DeepSeekFormat(CallsOnlyFormat):
     """DeepSeek V3 and R1 write a fenced JSON block, V3.1 and later the bare object."""
 
     markers: Sequence[str] = (
@@ -134,7 +116,6 @@ class DeepSeekFormat:
         "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>",
     )
-    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return _section_parser(self.markers, _read_deepseek, _DEEPSEEK_HEAD, tools)
@@ -145,14 +126,8 @@ class DeepSeekFormat:
         marks = [terminal(mark) for mark in self.markers]
         return _section_grammar(marks, tools, quoted, parallel=parallel)
 
-    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        return "", ""
 
-    def new_id(self, random_hex: str) -> str:
-        return openai_id(random_hex)
-
-
-class KimiFormat:
+class KimiFormat(CallsOnlyFormat):
     """Kimi K2: a section of calls, each with an id that holds its name."""
 
     markers: Sequence[str] = (
@@ -162,7 +137,6 @@ class KimiFormat:
         "<|tool_call_end|>",
         "<|tool_call_argument_begin|>",
     )
-    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return _section_parser(self.markers, _read_kimi, _KIMI_HEAD, tools)
@@ -177,12 +151,6 @@ class KimiFormat:
             lambda name: f"{quoted(f'functions.{name}:')} /[0-9]/",
             parallel=parallel,
         )
-
-    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        return "", ""
-
-    def new_id(self, random_hex: str) -> str:
-        return openai_id(random_hex)
 
 
 def _section_parser(

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.server.parsing.base import (
+    CallsOnlyFormat,
     CallStart,
     OutputParser,
     Terminal,
     ToolCall,
     ToolSpec,
-    openai_id,
     read_json,
     write_json,
 )
@@ -63,7 +63,7 @@ _QWEN = _Tags(
 )
 
 
-class GlmFormat:
+class GlmFormat(CallsOnlyFormat):
     """GLM 4.5 and later: `<arg_key>` and `<arg_value>` for each argument."""
 
     markers: Sequence[str] = (
@@ -74,7 +74,6 @@ class GlmFormat:
         "<arg_value>",
         "</arg_value>",
     )
-    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return _parser(_GLM, tools)
@@ -98,18 +97,11 @@ class GlmFormat:
             return None  # tags that are special tokens cannot be inside quoted text
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
 
-    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        return "", ""
 
-    def new_id(self, random_hex: str) -> str:
-        return openai_id(random_hex)
-
-
-class QwenCoderFormat:
+class QwenCoderFormat(CallsOnlyFormat):
     """Qwen 3 Coder: `<function=…>` around `<parameter=…>` for each argument."""
 
     markers: Sequence[str] = ("<tool_call>", "</tool_call>")
-    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return _parser(_QWEN, tools)
@@ -131,12 +123,6 @@ class QwenCoderFormat:
             return f'{opening} {head} {arguments} "</function>\\n" {closing}', rules
 
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
-
-    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        return "", ""
-
-    def new_id(self, random_hex: str) -> str:
-        return openai_id(random_hex)
 
 
 def _parser(tags: _Tags, tools: Sequence[ToolSpec]) -> OutputParser:
