@@ -6,7 +6,7 @@ and `best_effort`, by the real scheduler and cache on a virtual clock. `priced` 
 least as fast as the better of the other two, in each scenario.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -64,23 +64,41 @@ def scenarios(*, quick: bool) -> Iterator[PricingScenario]:
 
 def measure_pricing(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """First token p50 and p95 of `priced` over the better of the others, by scenario."""
+    seeds = _SEEDS[:1] if quick else _SEEDS
+    return compare_policies(
+        "pricing",
+        (
+            (
+                scenario.name,
+                {policy: _first_tokens(scenario, policy, seeds) for policy in POLICIES},
+            )
+            for scenario in scenarios(quick=quick)
+        ),
+        say,
+    )
+
+
+def compare_policies(
+    name: str,
+    cells: Iterable[tuple[str, dict[str, dict[str, float]]]],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The figures `{name}_ratio`, their worst, and the first tokens behind them. Each of `cells`
+    has a name, and milliseconds by policy and percentile."""
     ratios: dict[str, dict[str, float]] = {}
     first_ms: dict[str, dict[str, dict[str, float]]] = {}
-    for scenario in scenarios(quick=quick):
-        seeds = _SEEDS[:1] if quick else _SEEDS
-        times = {policy: _first_tokens(scenario, policy, seeds) for policy in POLICIES}
-        first_ms[scenario.name] = times
-        ratios[scenario.name] = {
+    for cell, times in cells:
+        first_ms[cell] = times
+        ratios[cell] = {
             at: times["priced"][at] / min(times["wait"][at], times["best_effort"][at])
             for at in ("p50", "p95")
         }
-        say(f"pricing: {scenario.name} {ratios[scenario.name]}")
+        say(f"{name}: {cell} {ratios[cell]}")
+    worst = {at: max(row[at] for row in ratios.values()) for at in ("p50", "p95")}
     return {
-        "pricing_ratio": ratios,
-        "pricing_ratio_worst": {
-            at: max(row[at] for row in ratios.values()) for at in ("p50", "p95")
-        },
-        "pricing_first_token_ms": first_ms,
+        f"{name}_ratio": ratios,
+        f"{name}_ratio_worst": worst,
+        f"{name}_first_token_ms": first_ms,
     }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from headwater.bench._tier_engine import TierEngine
-from headwater.bench._tier_pricing import POLICIES
+from headwater.bench._tier_pricing import POLICIES, compare_policies
 from headwater.storage import Opening, StorageBackend, open_storage
 from headwater.storage.base import BlockRead
 from headwater.storage.forwarding import ForwardingStorage
@@ -95,24 +95,19 @@ def measure_live_pricing(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """First token p50 and p95 of `priced` over the better of the others: medians of rounds."""
-    ratios: dict[str, dict[str, float]] = {}
-    first_ms: dict[str, dict[str, dict[str, float]]] = {}
-    for scenario in scenarios:
-        own_folder = folder / scenario.name.replace("/", "-")
-        times = _measure_cell(scenario, model, settings, own_folder, rounds)
-        first_ms[scenario.name] = times
-        ratios[scenario.name] = {
-            at: times["priced"][at] / min(times["wait"][at], times["best_effort"][at])
-            for at in ("p50", "p95")
-        }
-        say(f"pricing-live: {scenario.name} {ratios[scenario.name]}")
-    return {
-        "live_pricing_ratio": ratios,
-        "live_pricing_ratio_worst": {
-            at: max(row[at] for row in ratios.values()) for at in ("p50", "p95")
-        },
-        "live_pricing_first_token_ms": first_ms,
-    }
+    return compare_policies(
+        "live_pricing",
+        (
+            (
+                scenario.name,
+                _measure_cell(
+                    scenario, model, settings, folder / scenario.name.replace("/", "-"), rounds
+                ),
+            )
+            for scenario in scenarios
+        ),
+        say,
+    )
 
 
 def _measure_cell(
