@@ -13,32 +13,19 @@ import torch
 from headwater.clock import SystemClock
 from headwater.device.gpu.peer_blocks import CudaBlocks
 from headwater.device.kv import KVPool
-from headwater.device.model import LoadedModel
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
 from headwater.disagg.protocol.push import BlockPiece, Push
 from headwater.testing.links import EventLog
+from tests.device.pool_shape import shape_of_2_mib_blocks
 
 CONFIG = LinkConfig(token=b"a token of tests", connect_timeout_s=10.0)
 NUM_BLOCKS = 48
 
 
-class Shape:
-    """The part of a model that a pool needs: blocks of 2 MiB."""
-
-    num_layers, kv_heads, head_dim = 8, 8, 128
-    has_fp8_kv = False
-    planes = 2
-    value_dim = 0
-    layout = LoadedModel.layout
-    device = torch.device("cuda", 0)
-    dtype = torch.bfloat16
-    share = None
-
-
 def make_pool(seed: int | None = None, *, shared: bool = True) -> KVPool:
     """A pool that peers can map; random bytes with a seed, else zeros."""
-    model: Any = Shape()
+    model: Any = shape_of_2_mib_blocks()
     pool = KVPool(model, num_blocks=NUM_BLOCKS, block_tokens=64, shared=shared)
     if seed is not None:
         pool.blocks.copy_(random_blocks(seed))

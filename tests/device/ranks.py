@@ -24,9 +24,12 @@ from headwater.device.parallel.sharding import connect
 from headwater.device.parallel.share import RankShare
 from headwater.device.runner import TorchRunner
 from headwater.launch.ranks import RankChild
+from headwater.scheduler.request import SamplingParams
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Tier
+from tests.device.driver import Driver
+from tests.device.families import prompt
 
 _WAIT_S = 120.0
 
@@ -138,3 +141,14 @@ class RankHarness:
         if self._group is not None:
             self._group.close()
         self._folder.cleanup()
+
+
+def mixed_tokens(driver: Driver) -> list[list[int]]:
+    """Prompts longer than a window, decoded together and in chunks, greedy and seeded."""
+    sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
+    long = driver.add(prompt(41, seed=1), name="long")
+    short = driver.add(prompt(6, seed=2), name="short", params=sampled)
+    for size in (5, 20):
+        driver.step((long, size))
+    driver.finish(long, short, count=10)
+    return [long.output, short.output]

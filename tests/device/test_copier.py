@@ -10,31 +10,16 @@ from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
-from headwater.device.model import LoadedModel
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Tier
+from tests.device.pool_shape import PoolShape
 from tests.interpreter import holds_interpreter
-
-
-class Shape:
-    """The part of a model that a pool needs."""
-
-    num_layers, kv_heads, head_dim = 2, 2, 8
-    has_fp8_kv = False
-    planes = 2
-    value_dim = 0
-    layout = LoadedModel.layout
-    device = torch.device("cpu")
-    share = None
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
 
 
 class CopierHarness:
     def __init__(self, dtype: torch.dtype) -> None:
-        model: Any = Shape(dtype)
+        model: Any = PoolShape(2, 2, 8, dtype=dtype, device=torch.device("cpu"))
         self.pool = KVPool(model, num_blocks=12, block_tokens=4)
         self.slab = HostSlab(20, self.pool.num_bytes // 12)
         self.mover = Mover(CpuCopier(self.pool, self.slab, SystemClock()))
@@ -98,7 +83,7 @@ def test_the_host_has_the_same_bytes_in_the_same_order():
 
 def test_a_copy_releases_the_gil():
     """Lesson 13: the loop continues while a whole block is copied."""
-    model: Any = Shape(torch.float32)
+    model: Any = PoolShape(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
     model.num_layers, model.head_dim = 64, 1024
     pool = KVPool(model, num_blocks=1, block_tokens=64)
     slab = HostSlab(1, pool.num_bytes)

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.config import EngineConfig
 from headwater.device.fp8_kv import Fp8KVPool, dequantize, quantize
 from headwater.device.model import LoadedModel, load
 from headwater.launch import peers
-from headwater.launch.core import build_core
 from tests.device.driver import Driver
 from tests.device.families import prompt
-from tests.disagg.real import TOKEN, RealPair, make_real_request
+from tests.device.lower_tiers import check_lower_tiers
+from tests.disagg.real import TOKEN, RealPair
 
 WHOLE, COUNT = 75, 12
 
@@ -172,54 +171,5 @@ def test_hand_offs_carry_latent_kv(
 def test_lower_tiers_give_back_what_was_stored(tmp_path: Path) -> None:
     """Blocks from host memory and, after a restart, from files give the tokens of an uncached
     run."""
-    settings: dict[str, Any] = {
-        "kv_cache_dtype": "fp8",
-        "num_blocks_override": 16,
-        "block_tokens": 16,
-        "num_threads": 1,
-        "max_batched_tokens": 64,
-        "swap_space_gib": 0.05,
-        "write_policy": "write_through",
-        "storage_backend": "file",
-        "storage_config": {"path": str(tmp_path), "capacity_bytes": 64 << 20},
-        "load_policy": "wait",
-    }
     prompts = [prompt(100, seed=n) % 256 for n in range(4)]
-    expected, _ = run_core(settings | {"prefix_caching": False}, prompts)
-
-    first, sources = run_core(settings, [*prompts, *prompts])
-    restarted, later = run_core(settings, prompts)
-
-    assert first == expected + expected
-    assert restarted == expected
-    assert sources["host"] > 0
-    assert later["storage"] > 0
-
-
-def run_core(
-    settings: dict[str, Any], prompts: list[Any]
-) -> tuple[list[list[int]], dict[str, int]]:
-    """Tokens of each prompt, one after another, and where cached ones came from."""
-    engine, _ = build_core(EngineConfig(**settings))
-    out: list[list[int]] = []
-    sources = {"host": 0, "storage": 0}
-    for number, tokens in enumerate(prompts):
-        engine.add(make_real_request(str(number), tokens.tolist(), seed=1))
-        generated: list[int] = []
-        while True:
-            if not engine.has_work:
-                engine.completions.wait(0.001)
-            done = False
-            for output in engine.step():
-                generated += output.tokens
-                if output.usage is not None:
-                    for tier in sources:
-                        sources[tier] += output.usage.by_tier.get(tier, 0)
-                done |= output.finish_reason is not None
-            if done:
-                break
-        out.append(generated)
-        while engine.has_work:  # writes to lower tiers
-            engine.step()
-    engine.close()
-    return out, sources
+    check_lower_tiers(tmp_path, prompts, kv_cache_dtype="fp8")

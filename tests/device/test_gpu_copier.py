@@ -10,7 +10,6 @@ import torch
 from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock
 from headwater.device.kv import KVPool
-from headwater.device.model import LoadedModel
 from headwater.storage.base import Opening
 from headwater.storage.codec import BlockFormat
 from headwater.storage.registry import open_storage
@@ -19,6 +18,7 @@ from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import StorageWorkers
 from headwater.types import BlockKey, JobId, Tier
 from tests.device.gpu import pytestmark, require_gpu
+from tests.device.pool_shape import shape_of_2_mib_blocks
 
 require_gpu()
 
@@ -29,22 +29,9 @@ __all__ = ["pytestmark"]
 NUM_BLOCKS = 48
 
 
-class Shape:
-    """The part of a model that a pool needs: blocks of 2 MiB."""
-
-    num_layers, kv_heads, head_dim = 8, 8, 128
-    has_fp8_kv = False
-    planes = 2
-    value_dim = 0
-    layout = LoadedModel.layout
-    device = torch.device("cuda")
-    dtype = torch.bfloat16
-    share = None
-
-
 class GpuCopierHarness:
     def __init__(self, folder: Path | None = None, *, host_slots: int = 64) -> None:
-        model: Any = Shape()
+        model: Any = shape_of_2_mib_blocks()
         self.clock = clock = SystemClock()
         self.pool = KVPool(model, num_blocks=NUM_BLOCKS, block_tokens=64)
         self.slab = HostSlab(host_slots, self.pool.num_bytes // NUM_BLOCKS)

@@ -13,6 +13,7 @@ from headwater.device.model import LoadedModel, load
 from tests.device.driver import Driver
 from tests.device.families import prompt, quantize_experts, save_family
 from tests.device.gpu import pytestmark, require_gpu
+from tests.device.pool_shape import PoolShape
 
 require_gpu()
 
@@ -38,25 +39,11 @@ SHAPES = [(32, 8, 128, 64), (8, 4, 32, 16), (64, 4, 64, 64)]
 """Heads, KV heads, head size, block tokens."""
 
 
-class Shape:
-    """The part of a model that a pool needs."""
-
-    num_layers = planes = 2
-    value_dim = 0
-    has_fp8_kv = True
-    share = None
-    total_kv_heads = 0
-    device = DEVICE
-    dtype = torch.bfloat16
-    layout = LoadedModel.layout
-
-    def __init__(self, kv_heads: int, head_dim: int) -> None:
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-
-
 def filled_pool(kv_heads: int, dim: int, block_tokens: int) -> Fp8KVPool:
     """Random KV whose heads differ in size, some of them zero, stored by the rotary kernel."""
-    model: Any = Shape(kv_heads, dim)
+    model: Any = PoolShape(
+        2, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE, has_fp8_kv=True
+    )
     pool = Fp8KVPool(model, num_blocks=2600 // block_tokens + 2, block_tokens=block_tokens)
     count = 2600
     packed = torch.randn(count, 3 * kv_heads, dim, device=DEVICE)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.device.driver import Driver
-from tests.device.families import prompt
 from tests.device.gpu import pytestmark, require_gpu
+from tests.device.ranks import mixed_tokens
 
 require_gpu()
 
@@ -19,7 +19,6 @@ from headwater.device.gpu.runner import CudaRunner  # noqa: E402
 from headwater.device.model import load  # noqa: E402
 from headwater.device.parallel.group import RankGroup  # noqa: E402
 from headwater.device.parallel.share import RankShare  # noqa: E402
-from headwater.scheduler.request import SamplingParams  # noqa: E402
 from tests.device.ranks import RankHarness  # noqa: E402
 
 __all__ = ["pytestmark"]
@@ -46,19 +45,9 @@ def two_ranks() -> Iterator[RankHarness]:
     harness.close()
 
 
-def _tokens(driver: Driver) -> list[list[int]]:
-    sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
-    long = driver.add(prompt(41, seed=1), name="long")
-    short = driver.add(prompt(6, seed=2), name="short", params=sampled)
-    for size in (5, 20):
-        driver.step((long, size))
-    driver.finish(long, short, count=10)
-    return [long.output, short.output]
-
-
 def _alone(folder: Path) -> list[list[int]]:
     model = load(folder, device="cuda:0", dtype="float32")
-    return _tokens(Driver(model, block_tokens=16, runner_class=CudaRunner))
+    return mixed_tokens(Driver(model, block_tokens=16, runner_class=CudaRunner))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -77,7 +66,7 @@ def test_collectives_in_captured_graphs_change_no_token(
     share = RankShare(rank=0, size=1)
     model = load(family(name), device="cuda:0", dtype="float32", share=share)
 
-    split = _tokens(Driver(model, block_tokens=16, runner_class=connected))
+    split = mixed_tokens(Driver(model, block_tokens=16, runner_class=connected))
 
     assert split == _alone(family(name))
 
@@ -89,7 +78,7 @@ def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
     """Over gloo, in float32 and without graphs, the parts are right."""
     model = two_ranks.load(family(name), dtype="float32")
 
-    split = _tokens(Driver(model, block_tokens=16, runner_class=partial(two_ranks.runner)))
+    split = mixed_tokens(Driver(model, block_tokens=16, runner_class=partial(two_ranks.runner)))
 
     assert split == _alone(family(name))
 
@@ -108,8 +97,8 @@ def test_parts_of_blocks_go_to_the_host_and_back(
     whole = Driver(
         load(folder, device="cuda:0", dtype="float32"), block_tokens=16, runner_class=CudaRunner
     )
-    _tokens(split)
-    _tokens(whole)
+    mixed_tokens(split)
+    mixed_tokens(whole)
     blocks = whole.runner.pool.blocks.cpu()
 
     offloaded = two_ranks.copy_out(whole.runner.pool.num_blocks)

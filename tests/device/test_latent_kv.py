@@ -15,7 +15,7 @@ from headwater.device.fp8_kv import open_pool
 from headwater.device.model import LoadedModel, load
 from tests.device.driver import Driver
 from tests.device.families import Reference, assert_same_tokens, prompt, save_family
-from tests.device.test_fp8_kv import run_core
+from tests.device.lower_tiers import check_lower_tiers
 from tests.disagg.real import TOKEN, RealPair
 
 WHOLE, COUNT = 75, 12
@@ -89,28 +89,8 @@ def test_chunked_and_cached_equal_generate(
 def test_lower_tiers_and_preemption_change_no_token(folder: Path, tmp_path: Path) -> None:
     """Blocks from host memory and, after a restart, from files give the tokens of an uncached
     run."""
-    settings: dict[str, Any] = {
-        "model": str(folder),
-        "num_blocks_override": 16,
-        "block_tokens": 16,
-        "num_threads": 1,
-        "max_batched_tokens": 64,
-        "swap_space_gib": 0.05,
-        "write_policy": "write_through",
-        "storage_backend": "file",
-        "storage_config": {"path": str(tmp_path), "capacity_bytes": 64 << 20},
-        "load_policy": "wait",
-    }
     prompts = [prompt(100, seed=n) for n in range(4)]
-    expected, _ = run_core(settings | {"prefix_caching": False}, prompts)
-
-    first, sources = run_core(settings, [*prompts, *prompts])
-    restarted, later = run_core(settings, prompts)
-
-    assert first == expected + expected
-    assert restarted == expected
-    assert sources["host"] > 0
-    assert later["storage"] > 0
+    check_lower_tiers(tmp_path, prompts, model=str(folder))
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ import torch
 from headwater.device.model import load
 from headwater.device.parallel.share import RankShare
 from headwater.errors import ConfigError, ModelError
-from headwater.scheduler.request import SamplingParams
 from tests.device.driver import Driver
 from tests.device.families import FAMILIES, prompt, save_family
-from tests.device.ranks import RankHarness
+from tests.device.ranks import RankHarness, mixed_tokens
 
 REFUSED = {"afmoe", "axk1", "granitemoeshared", "longcat_flash"}
 """A gate after attention; a norm inside the block of experts; an MLP beside it; two attentions in a
@@ -39,23 +38,12 @@ def two_ranks() -> Iterator[RankHarness]:
     harness.close()
 
 
-def _tokens(driver: Driver) -> list[list[int]]:
-    """Prompts longer than a window, decoded together and in chunks, greedy and seeded."""
-    sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
-    long = driver.add(prompt(41, seed=1), name="long")
-    short = driver.add(prompt(6, seed=2), name="short", params=sampled)
-    for size in (5, 20):
-        driver.step((long, size))
-    driver.finish(long, short, count=10)
-    return [long.output, short.output]
-
-
 def _compare(harness: RankHarness, folder: Path) -> None:
     model = harness.load(folder)
     split = Driver(model, block_tokens=4, runner_class=partial(harness.runner))
     whole = Driver(load(folder), block_tokens=4)
 
-    assert _tokens(split) == _tokens(whole)
+    assert mixed_tokens(split) == mixed_tokens(whole)
 
 
 @pytest.mark.slow
@@ -130,8 +118,8 @@ def test_parts_of_blocks_make_whole_blocks_on_the_host(
         two_ranks.load(folder), block_tokens=4, runner_class=partial(two_ranks.runner)
     )
     whole = Driver(load(folder), block_tokens=4)
-    _tokens(split)
-    _tokens(whole)
+    mixed_tokens(split)
+    mixed_tokens(whole)
     pool = whole.runner.pool
 
     offloaded = two_ranks.copy_out(pool.num_blocks)

@@ -35,13 +35,25 @@ pseudo-terminal."""
 
 
 @contextlib.contextmanager
-def killed_at_the_end(process):
-    """Kill `process` at the end. It would not end by itself, because the test no longer reads
-    its terminal."""
-    try:
-        yield
-    finally:
-        process.kill()
+def top_in_terminal(url, *, interval):
+    """`headwater top` in a pseudo-terminal of 150 columns: our end of the terminal, and the
+    process. It is killed at the end, because it would wait for a terminal that is not read."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
+    with subprocess.Popen(
+        [*TOP, url, "--interval", interval],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | TERMINAL,
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        try:
+            yield ours, process
+        finally:
+            process.kill()
+    os.close(ours)
 
 
 def read_until(terminal, wanted, *, shown=""):
@@ -102,51 +114,23 @@ def test_top_refuses_an_invalid_url_or_interval(arguments):
 
 def test_live_in_a_terminal_it_updates_until_interrupted(server):
     """In a pseudo-terminal it draws, shows a new request, and ends on Ctrl-C."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
-    with (
-        subprocess.Popen(
-            [*TOP, server.url, "--interval", "0.2"],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=os.environ | TERMINAL,
-            start_new_session=True,
-        ) as process,
-        killed_at_the_end(process),
-    ):
-        os.close(theirs)
+    with top_in_terminal(server.url, interval="0.2") as (ours, process):
         read_until(ours, ["headwater-tiny", "live", "tiers", "running and waiting"])
         server.complete(prompt="a request to be seen", max_tokens=4, request_id="seen-in-top")
         shown = read_until(ours, ["seen-in-top"])
         process.send_signal(signal.SIGINT)
         drain(ours)
         assert process.wait(timeout=20) == 130
-    os.close(ours)
     assert "Traceback" not in shown
 
 
 def test_the_key_q_ends_top(server):
     """Afterwards the terminal is as before, and the exit code is 0."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
-    with (
-        subprocess.Popen(
-            [*TOP, server.url, "--interval", "30"],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=os.environ | TERMINAL,
-            start_new_session=True,
-        ) as process,
-        killed_at_the_end(process),
-    ):
-        os.close(theirs)
+    with top_in_terminal(server.url, interval="30") as (ours, process):
         read_until(ours, ["running and waiting"])
         os.write(ours, b"q")
         drain(ours)
         assert process.wait(timeout=20) == 0
-    os.close(ours)
 
 
 def test_ids_shorten_in_a_narrow_terminal(server):

@@ -6,9 +6,8 @@ import pytest
 
 from headwater.clock import VirtualClock
 from headwater.server.router.config import RouterConfig
-from headwater.server.router.protocol import VERSION, Registration
-from headwater.server.router.registry import Registry, RegistryObserver
 from tests.router.harness import QUICK_LOSS, HangingEngine, events, run, text_of
+from tests.router.registrations import make_registration, make_registry
 
 pytestmark = pytest.mark.slow
 
@@ -146,19 +145,8 @@ def test_instances_that_are_lost_and_return_are_logged(caplog):
     caplog.set_level("INFO", logger="headwater.server.router")
     clock = VirtualClock()
     config = RouterConfig(peer_token="t" * 32)
-    observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
-    registry = Registry(config, clock, observer)
-    told = Registration(
-        version=VERSION,
-        instance_id="one",
-        epoch="e",
-        role="mixed",
-        url="http://127.0.0.1:1",
-        model="m",
-        fingerprint="00",
-        kv_format="f",
-        block_tokens=16,
-    )
+    registry = make_registry(clock, config)
+    told = make_registration()
 
     def sweep(seconds):
         for _ in range(round(seconds / config.sweep_s)):
@@ -183,18 +171,8 @@ def test_a_router_that_was_paused_does_not_lose_its_instances(caplog):
     """It could not receive heartbeats: only silence while it ran counts."""
     clock = VirtualClock()
     config = RouterConfig(peer_token="t" * 32)
-    observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
-    registry = Registry(config, clock, observer)
-    told = Registration(
-        version=VERSION,
-        instance_id="one",
-        epoch="e",
-        role="mixed",
-        url="http://127.0.0.1:1",
-        model="m",
-        fingerprint="00",
-        block_tokens=16,
-    )
+    registry = make_registry(clock, config)
+    told = make_registration()
     registry.register(told)
     registry.expire()
     clock.advance(60.0)
@@ -209,21 +187,10 @@ def test_a_lost_instance_is_listed_until_it_returns_or_is_old(caplog):
     """A silent instance is listed for ten minutes; one that drained, or is back, is not, and the
     end of a drained one is no warning."""
     clock = VirtualClock()
-    observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
-    registry = Registry(RouterConfig(peer_token="t" * 32), clock, observer)
+    registry = make_registry(clock)
 
     def register(name, port):
-        told = Registration(
-            version=VERSION,
-            instance_id=name,
-            epoch="e",
-            role="mixed",
-            url=f"http://127.0.0.1:{port}",
-            model="m",
-            fingerprint="00",
-            block_tokens=16,
-        )
-        registry.register(told)
+        registry.register(make_registration(name, port=port))
 
     for port, name in enumerate(("one", "two", "three"), start=1):
         register(name, port)

@@ -10,7 +10,8 @@ import zmq.asyncio
 from headwater.disagg.routing import Trust
 from headwater.server.router.instance import Instance
 from headwater.server.router.kv_follower import KvEventFollower
-from headwater.server.router.protocol import VERSION, EventsAddress, Registration
+from headwater.server.router.protocol import EventsAddress
+from tests.router.registrations import make_registration
 
 CLEARED = {"type": "AllBlocksCleared"}
 
@@ -68,14 +69,7 @@ async def followed(wait_s=2.0):
     """A publisher, and an instance that the router follows."""
     context = zmq.asyncio.Context()
     publisher = Publisher(context)
-    told = Registration(
-        version=VERSION,
-        instance_id="i",
-        epoch="1",
-        role="mixed",
-        url="http://127.0.0.1:1",
-        model="m",
-        fingerprint="",
+    told = make_registration(
         block_tokens=4,
         kv_events=EventsAddress(
             endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint

@@ -2,17 +2,14 @@
 
 from typing import Any
 
-import msgspec
-
 from headwater.clock import VirtualClock
 from headwater.disagg.routing import BACKLOG_TOKENS
 from headwater.metrics.kv_events import BlockStored, EventBatch
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
 from headwater.server.router.prompts import PromptPath, PromptPaths
-from headwater.server.router.protocol import VERSION, Registration
-from headwater.server.router.registry import Registry, RegistryObserver
 from headwater.server.router.route_selector import RouteSelector
+from tests.router.registrations import make_registration, make_registry
 
 LONG = PromptPath(num_tokens=1000)
 
@@ -23,24 +20,19 @@ class KnownInstances:
     def __init__(self, **roles: str) -> None:
         self.clock = VirtualClock()
         config = RouterConfig(peer_token="between-us")
-        watch = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
-        self.registry = Registry(config, self.clock, watch)
+        self.registry = make_registry(self.clock, config)
         self.chooser = RouteSelector(config, self.registry, self.clock)
         self.entries = {name: self.add(name, role) for name, role in roles.items()}
 
     def add(self, name: str, role: str, **changes: Any) -> Instance:
-        told = Registration(
-            version=VERSION,
-            instance_id=name,
-            epoch="1",
-            role=role,  # type: ignore[arg-type]
-            url=f"http://127.0.0.1:{len(self.registry.instances) + 1}",
+        told = make_registration(
+            name,
+            port=len(self.registry.instances) + 1,
+            role=role,
             peer_address=f"{name}:1",
-            model="m",
-            fingerprint="",
-            block_tokens=16,
+            **changes,
         )
-        return self.registry.register(msgspec.structs.replace(told, **changes))
+        return self.registry.register(told)
 
     def paths(self, path: PromptPath) -> PromptPaths:
         """One path, the same in every group."""
