@@ -80,14 +80,21 @@ def test_random_conversations_get_the_tokens_they_get_on_one_instance(
         peer.check_idle()
 
 
-def test_a_prefix_that_only_d_has_is_not_sent():
-    """D's prefix is longer than P's: P computes what it lacks and sends what D lacks."""
-    pair = EchoPair(config=HandoffConfig(pull_min_blocks=100))
+def begin_with_prefix_on_d(**options):
+    """A pair of which only D has the first eight blocks of a prompt, and the hand-off of that
+    prompt, which has begun."""
+    pair = EchoPair(**options)
     tokens = make_prompt(41)
     pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
     pair.run("warm")
     request = make_handoff("a", tokens)
     pair.decode.add(request)
+    return pair, request
+
+
+def test_a_prefix_that_only_d_has_is_not_sent():
+    """D's prefix is longer than P's: P computes what it lacks and sends what D lacks."""
+    pair, request = begin_with_prefix_on_d(config=HandoffConfig(pull_min_blocks=100))
     pair.run("a")
 
     assert pair.decode.outputs["a"] == uncached_tokens(replace(request, prefill=""))
@@ -97,12 +104,7 @@ def test_a_prefix_that_only_d_has_is_not_sent():
 
 def test_a_prefix_that_only_d_has_is_read_when_that_is_cheaper():
     """P computes only what neither instance has, and reports where the rest came from."""
-    pair = EchoPair()
-    tokens = make_prompt(41)
-    pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
-    pair.run("warm")
-    request = make_handoff("a", tokens)
-    pair.decode.add(request)
+    pair, request = begin_with_prefix_on_d()
     pair.run("a")
     pair.drain()
 
@@ -138,12 +140,7 @@ def test_blocks_that_d_has_on_its_host_tier_are_not_sent():
 
 def test_a_peer_read_that_times_out_is_computed():
     """The link does not deliver: P waits until its timeout, then computes everything."""
-    pair = EchoPair()
-    tokens = make_prompt(41)
-    pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
-    pair.run("warm")
-    request = make_handoff("a", tokens)
-    pair.decode.add(request)
+    pair, request = begin_with_prefix_on_d()
     for _ in range(70):
         pair.turn(blocks=pair.prefill.runner.num_tokens > 0)
         pair.fabric.expire(pair.clock.now())
@@ -159,12 +156,7 @@ def test_a_peer_read_that_times_out_is_computed():
 
 def test_blocks_of_an_aborted_read_are_written_to_held_slots_only():
     """The client disconnects during the read: P keeps the slots until the lease is closed."""
-    pair = EchoPair()
-    tokens = make_prompt(41)
-    pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
-    pair.run("warm")
-    request = make_handoff("a", tokens)
-    pair.decode.add(request)
+    pair, request = begin_with_prefix_on_d()
     for _ in range(8):
         pair.turn(blocks=False)
     (transfer,) = pair.fabric.transfers
