@@ -17,10 +17,13 @@ from headwater.cache import (
     TokenPath,
 )
 from headwater.cache.node import Node
+from headwater.native import slot_pool
 from headwater.types import RequestId, Tier
 from tests.cache.follower import Follower, cached
 
 GARBAGE = "garbage"
+
+slot_pool.prepare()  # as servers do; without a compiler the pool is the one in Python
 
 
 class Sequence:

@@ -279,6 +279,6 @@ def test_a_leased_block_is_never_evicted():
 
     assert cache.take(3, now=0.0) is None
     assert len(cache.take(2, now=0.0)) == 2
-    states = cache._device.pool._state[lease.slots]
+    states = cache._device.pool.states()[lease.slots]
     assert np.all(states == SlotState.CACHED)
     assert cache.match(make_path(1, 2, 3)).reason is MissReason.EVICTED_DEVICE

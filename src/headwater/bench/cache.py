@@ -22,6 +22,7 @@ from headwater.bench._workload import make_workload
 from headwater.cache import CacheConfig, TieredCache, TokenPath
 from headwater.engine.collector import settle_collector
 from headwater.errors import InvariantError
+from headwater.native import slot_pool
 from headwater.replay.trace import TraceRequest, read_trace
 from headwater.types import RequestId, Slots, Tokens
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     from headwater.bench._cache_steps import measure_encode, measure_steps
 
     options = read_flags(_parser(), argv)
+    slot_pool.prepare()
     if options.quick:
         options.requests = min(options.requests, 1_000)
     if options.trace is not None:

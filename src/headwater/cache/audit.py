@@ -94,7 +94,7 @@ def _check_owners(cache: "CacheParts", tier_pool: TierPool, nodes: Iterable[Node
     moving = _slots(r.plan.target_slots for r in records if not r.timed_out)  # type: ignore[union-attr]
     late = _slots(r.plan.target_slots for r in records if r.timed_out)  # type: ignore[union-attr]
     # A slot that lost its block while a write to storage reads it is quarantined too.
-    orphans = np.setdiff1d(np.flatnonzero(pool.reads()), cached)
+    orphans = np.setdiff1d(np.flatnonzero(pool.readers()), cached)
     for state, slots in (
         (SlotState.CACHED, cached),
         (SlotState.MOVING, moving),
@@ -127,7 +127,7 @@ def _check_reads(cache: "CacheParts") -> None:
     for record in cache._jobs.by_id.values():
         if _targets(record.plan, Tier.STORAGE):
             expected[record.plan.source_slots] += 1  # type: ignore[union-attr]
-    same = bool(np.array_equal(expected, cache._host.pool.reads()))
+    same = bool(np.array_equal(expected, cache._host.pool.readers()))
     _require(same, "host slots are marked as read by no write, or the reverse")
 
 

@@ -115,7 +115,7 @@ class JobFinisher:
         self._jobs.remove(record)
         if plan.target is Tier.STORAGE:
             pool = self._tier_pools[Tier.HOST].pool
-            pool.end_read(plan.source_slots, was_lost=record.timed_out)
+            pool.end_read(plan.source_slots, record.timed_out)
         if record.ends:
             self._release(record, plan, now=now)
             if arrived < num_blocks and status in _LOST:

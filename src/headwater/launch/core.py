@@ -27,7 +27,7 @@ from headwater.launch.ranks import RankLauncher, check_ranks
 from headwater.launch.reload import Parts, Reloader
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.launch.weights import load_weights
-from headwater.native import block_keys
+from headwater.native import block_keys, slot_pool
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.pacing import ADAPTIVE_ITL, ItlTarget
 from headwater.scheduler.scheduler import Scheduler
@@ -51,6 +51,7 @@ def build_core(
     """
     _limit_threads(config.num_threads, num_ranks=config.tensor_parallel_size)
     block_keys.prepare()
+    slot_pool.prepare()
     clock = SystemClock()
     if config.tensor_parallel_size == 1:
         return _build(config, model, None, clock, kept)
