@@ -54,6 +54,16 @@ class ConnectionCounts:
         """Connections of all workers."""
         return int(self._rows[:, 0].sum())
 
+    @property
+    def lead(self) -> int:
+        """How many connections this worker has more than the worker with the fewest."""
+        return int(self._own[0] - self._rows[:, 0].min())
+
+    @property
+    def num_others(self) -> int:
+        """Connections of the other workers."""
+        return self.total - int(self._own[0])
+
     def of(self, address: str) -> int:
         """Connections of all workers from `address`."""
         return int(self._rows[:, self._column(address)].sum())

@@ -45,7 +45,7 @@ class ConnectionGuard:
         """`counts` has the connections of all HTTP workers; without it there is one process."""
         self.limits = limits
         self.clock = clock
-        self._counts = counts or ConnectionCounts.alone()
+        self.counts = counts or ConnectionCounts.alone()
         self.max_own = _max_files() - _RESERVED_FILES
         """Most connections of this process, whatever the limits."""
         self.num_refused = 0
@@ -63,14 +63,14 @@ class ConnectionGuard:
             self.num_refused += 1
             return False
         self._open[connection] = None
-        self._counts.add(connection.address, 1)
+        self.counts.add(connection.address, 1)
         return True
 
     def remove(self, connection: "GuardedProtocol") -> None:
         """A connection has ended."""
         if connection in self._open:
             del self._open[connection]
-            self._counts.add(connection.address, -1)
+            self.counts.add(connection.address, -1)
 
     def expire(self) -> None:
         """Close the connections whose time is up."""
@@ -85,7 +85,7 @@ class ConnectionGuard:
             self.expire()
 
     def _has_place(self, address: str) -> bool:
-        limits, counts = self.limits, self._counts
+        limits, counts = self.limits, self.counts
         is_over = counts.of(address) >= limits.max_connections_per_address
         if is_over and not is_loopback(address):
             return False

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headwater.clock import SystemClock
+from headwater.server.balanced_listener import BalancedListener
 from headwater.server.config import ConnectionLimits
 from headwater.server.connection_counts import ConnectionCounts
 from headwater.server.connections import ConnectionGuard, GuardedProtocol
@@ -57,6 +58,25 @@ class HttpServer(uvicorn.Server):
             await super().serve(sockets)
         finally:
             sweep.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept. uvicorn would accept every connection that waits, whatever the other
+        workers have."""
+        await super().startup(sockets=[])
+        config = self.config
+
+        def make_protocol() -> asyncio.Protocol:
+            protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+                config=config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+            return protocol
+
+        self.servers = [
+            BalancedListener(listener, make_protocol, self.guard.counts, config.ssl)  # type: ignore[misc]  # has what uvicorn uses
+            for listener in sockets or []
+        ]
 
     def stop(self, *, at_once: bool = False) -> None:
         """Refuse new connections and end within `CLOSE_S`, or at once with connections open."""

@@ -1,0 +1,105 @@
+"""Accepts the connections of a socket that several HTTP workers share, so that each gets about as
+many.
+
+A connection stays with its worker, and clients keep connections open. The kernel wakes all
+workers for a new connection, and the fastest takes it, often several in a row. So a worker that
+has more connections than another one leaves a new connection to the others for a moment. If no
+other worker has accepted any by then, because they are busy or hang, the worker takes it itself.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from headwater.server.connection_counts import ConnectionCounts
+
+log = logging.getLogger(__name__)
+
+_MAX_LEAD = 1
+"""Connections that a worker may have more than another one and still accept at once."""
+
+_YIELD_S = 0.005
+"""How long a connection is left to the other workers."""
+
+_RETRY_S = 1.0
+"""Pause after an error, such as too many open files."""
+
+
+class BalancedListener:
+    """Accepts on one event loop until it is closed. The owner closes the socket."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        counts: ConnectionCounts,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        """`make_protocol` returns protocols that count their connection in `counts`."""
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._counts = counts
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        """Accepted connections that their protocol has not counted yet."""
+        self._num_others: int | None = None
+        """Connections of the other workers when a connection was left to them."""
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._on_ready)
+
+    def close(self) -> None:
+        """Stop accepting. Calling it twice is safe."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener)
+
+    async def wait_closed(self) -> None:
+        """Wait for the connections that are being opened."""
+        if self._opening:
+            await asyncio.wait(self._opening)
+
+    def _on_ready(self) -> None:
+        """A connection waits, unless another worker has just taken it."""
+        lead = self._counts.lead + len(self._opening)
+        if lead > _MAX_LEAD and self._num_others != self._counts.num_others:
+            self._num_others = self._counts.num_others
+            self._pause_for(_YIELD_S)
+            return
+        self._num_others = None
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as exc:
+            log.error("cannot accept a connection: %s; trying again in %g s", exc, _RETRY_S)
+            self._pause_for(_RETRY_S)
+            return
+        opening = self._loop.create_task(self._open(connection))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, connection, ssl=self._tls
+            )
+        except (OSError, ssl.SSLError) as exc:  # the client is gone, or TLS was refused
+            log.debug("a connection could not be opened: %s", exc)
+            connection.close()
+
+    def _pause_for(self, seconds: float) -> None:
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener, self._on_ready)
