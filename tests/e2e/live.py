@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.waiting import until
+
 _READY = re.compile(r"is ready at (http://\S+)")
 _ENGINE = re.compile(r"engine +process (\d+)")
 
@@ -106,16 +108,11 @@ class LiveServer:
 
     def until_draining(self) -> None:
         """Request /health until the server drains."""
-        deadline = time.monotonic() + 60
-        while "draining" not in self.get("/health").text:
-            assert time.monotonic() < deadline
+        until(lambda: "draining" in self.get("/health").text, within_s=60, pause_s=0)
 
     def until_healthy(self) -> None:
         """Request /health until it is 200."""
-        deadline = time.monotonic() + 60
-        while self.get("/health").status_code != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: self.get("/health").status_code == 200, within_s=60)
 
     def until_idle(self) -> dict[str, Any]:
         """Request /cache until nothing runs and nothing waits; return that state."""

@@ -13,6 +13,7 @@ from headwater.clock import SystemClock
 from tests.disagg.proxy import HoldingProxy
 from tests.e2e.live import LiveServer
 from tests.still import stopped
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -259,9 +260,7 @@ def failures(server: LiveServer) -> list[str]:
 
 def until_draining(server: LiveServer) -> None:
     """Wait until the server refuses new requests because it stops."""
-    end_s = SystemClock().now() + 20.0
-    while server.get("/health").status_code != 503:
-        assert SystemClock().now() < end_s
+    until(lambda: server.get("/health").status_code == 503, within_s=20)
 
 
 def test_a_request_gets_its_tokens_after_a_lost_connection(cluster):

@@ -1,10 +1,9 @@
 """Hints through two real processes: a session is named, promised, closed and forgotten."""
 
-import time
-
 import pytest
 
 from tests.e2e.live import LiveServer
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -36,10 +35,9 @@ def test_a_server_with_shipped_weights_loads_an_expected_session_in_time():
     server.complete(prompt=PROMPT, max_tokens=1, **hint)
     for letter in "ABCD":
         server.complete(prompt=letter * 640, max_tokens=1)
-    deadline = time.monotonic() + 30
-    while not server.get("/cache").json()["links"].get("host_to_device", {}).get("num_jobs"):
-        assert time.monotonic() < deadline, "nothing was brought up"
-        time.sleep(0.05)
+    until(
+        lambda: server.get("/cache").json()["links"].get("host_to_device", {}).get("num_jobs")
+    )
     usage = server.complete(prompt=PROMPT, max_tokens=1, cache_details=True).json()["usage"]
 
     details = usage["prompt_tokens_details"]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.live import LiveServer
 from tests.storage.conftest import RedisServer
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -61,9 +62,10 @@ def kill_engine(server):
     victim = engine_of(server)
     begin_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    while engine_of_or_none(server) in (victim, None) or ask(server, 0) is None:
-        assert time.monotonic() < begin_s + 120
-        time.sleep(0.05)
+    until(
+        lambda: engine_of_or_none(server) not in (victim, None) and ask(server, 0) is not None,
+        within_s=120,
+    )
     return time.monotonic() - begin_s
 
 
@@ -118,13 +120,6 @@ def held_memory(pid):
     if not folder.exists():
         return []
     return [link for link in folder.iterdir() if "memfd:headwater" in os.readlink(link)]
-
-
-def until(reached, within_s=30.0):
-    end_s = time.monotonic() + within_s
-    while not reached():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 def test_an_engine_restarts_though_its_storage_is_gone(tmp_path):

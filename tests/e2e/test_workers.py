@@ -4,13 +4,13 @@ replaced."""
 import json
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from tests.e2e.live import LiveServer
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -177,10 +177,3 @@ def test_a_drain_waits_for_the_streams_of_all_workers(server):
         stream.close()
     assert server.wait() == 0
     assert "drain begun: running=5" in "".join(server.errors)
-
-
-def until(reached, within_s=30.0):
-    end_s = time.monotonic() + within_s
-    while not reached():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)

@@ -1,6 +1,5 @@
 """Helpers for tests of several ranks."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -45,12 +44,3 @@ def say(engine: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], dict[st
 def rank_pids(engine: LLM) -> list[int]:
     runner: Any = engine.core._runner
     return [rank.process.pid for rank in runner._ranks._ranks]
-
-
-def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
-    waiting = threading.Event()
-    for _ in range(int(within_s / 0.05)):
-        if is_so():
-            return
-        waiting.wait(0.05)
-    raise AssertionError(f"not within {within_s} s")

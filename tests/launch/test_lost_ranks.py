@@ -18,8 +18,8 @@ from tests.launch.rank_engines import (
     make_prompts,
     rank_pids,
     say,
-    wait_until,
 )
+from tests.waiting import until
 
 
 @pytest.mark.nightly
@@ -88,7 +88,7 @@ def test_a_rank_may_be_lost_in_every_phase_of_a_step(
     asking = threading.Thread(target=ask)
     asking.start()
     if number == signal.SIGSTOP:
-        wait_until(lambda: bool(reasons))
+        until(lambda: bool(reasons))
         os.kill(child, signal.SIGKILL)
     asking.join(30.0)
     engine.core.close()

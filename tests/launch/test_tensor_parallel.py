@@ -21,8 +21,8 @@ from tests.launch.rank_engines import (
     make_prompts,
     rank_pids,
     say,
-    wait_until,
 )
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_is_found_by_the_watchdog_and_one_that_dies_at_once(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: bool(reasons))
+    until(lambda: bool(reasons))
     assert "did not end within 1 s" in reasons[0]
     assert asking.is_alive()
 

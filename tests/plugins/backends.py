@@ -48,12 +48,3 @@ class SharedMemory(MemoryStorage):
             self.hang.wait()
         if self.broken:
             raise StorageError("switched off by the test")
-
-
-def wait_until(is_so, *, timeout_s=20.0):
-    """Wait, a millisecond at a time, for other threads."""
-    for _ in range(int(timeout_s * 1000)):
-        if is_so():
-            return
-        Event().wait(0.001)
-    raise AssertionError(f"did not happen within {timeout_s:g} s")

@@ -9,7 +9,8 @@ from headwater.plugins.staging import StagedStorage
 from headwater.storage import BlockRead
 from headwater.storage.memory import MemoryConfig
 from headwater.testing.storage import make_block, make_format, make_keys, make_parents
-from tests.plugins.backends import SharedMemory, wait_until
+from tests.plugins.backends import SharedMemory
+from tests.waiting import until
 
 BYTES = 4096
 
@@ -52,6 +53,6 @@ def test_a_read_that_hangs_never_touches_the_buffer_afterwards(store):
 
     assert caught.value.quiet is None
     store.hang = None
-    wait_until(lambda: staged._free)
+    until(lambda: staged._free)
     assert bytes(into) == b"\7" * BYTES
     assert staged.read(make_keys(1), [into], timeout_s=5) == [BlockRead.READ]

@@ -19,7 +19,8 @@ from headwater.plugins.vllm.host_tier import HostTier, HostTierConfig
 from headwater.plugins.vllm.messages import OrderEnd, RankReport
 from headwater.plugins.vllm.pages import KVPages
 from headwater.transfer.slab import PAGE_BYTES
-from tests.plugins.backends import SHARED, wait_until
+from tests.plugins.backends import SHARED
+from tests.waiting import until
 
 TOKENS = 16
 IDENTITY = hashlib.sha256(b"identity").digest()
@@ -83,12 +84,12 @@ class Engine:
             self.step()
             return found is not None
 
-        wait_until(is_known)
+        until(is_known)
         blocks = [self.free.pop() for _ in hashes]
         loaded = 0
         if found:
             self.tier.load(name, hashes[:found], 0, blocks[:found])
-            wait_until(lambda: [self.step(), name in self.arrived][1])
+            until(lambda: [self.step(), name in self.arrived][1])
             loaded = next((i for i, b in enumerate(blocks[:found]) if b in self.failed), found)
         for block_hash, block in list(zip(hashes, blocks, strict=True))[loaded:]:
             for number, layer in enumerate(self.layers.values()):
@@ -108,7 +109,7 @@ class Engine:
         return loaded
 
     def drain(self):
-        wait_until(lambda: [self.step(), not self.tier.has_work][1])
+        until(lambda: [self.step(), not self.tier.has_work][1])
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_storage_that_never_answers_costs_a_miss(make_engine):
     store.hang.set()
     store.hang = None
     assert second.tier.match("load hangs", hashes, 0) is None
-    wait_until(lambda: [second.step(), second.tier.match("load hangs", hashes, 0) == 6][1])
+    until(lambda: [second.step(), second.tier.match("load hangs", hashes, 0) == 6][1])
     store.hang = Event()
     assert second.serve("load hangs", hashes) == 0
     store.hang.set()

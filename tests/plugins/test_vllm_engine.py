@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from headwater.testing.ports import is_listening
-from tests.plugins.backends import wait_until
+from tests.waiting import until
 
 
 def _is_real() -> bool:
@@ -234,7 +234,7 @@ def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
     short = {**storage, "lookup_timeout_s": 0.5, "read_timeout_s": 0.5}
     job = {"connector": storage, "batches": [make_prompts()], "drain_s": 600}
     try:
-        wait_until(lambda: is_listening(port))
+        until(lambda: is_listening(port))
         run(model, job)
         [shared] = run(model, job)
         late = {**job, "connector": short, "rounds": 3, "drain_s": 5}

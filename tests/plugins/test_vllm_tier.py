@@ -17,8 +17,9 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from headwater.errors import ConfigError
 from headwater.plugins.vllm.tier import HeadwaterTier
-from tests.plugins.backends import SHARED, wait_until
+from tests.plugins.backends import SHARED
 from tests.storage.conftest import mooncake_master  # noqa: F401 - a fixture
+from tests.waiting import until
 
 BYTES = 8192
 STEP = ScheduleEndContext((), ())
@@ -76,7 +77,7 @@ class TierHarness:
             results.extend(self.tier.get_finished_jobs())
             return bool(results)
 
-        wait_until(has_finished)
+        until(has_finished)
         return results[0]
 
     def lookup(self, keys, context=None):
@@ -90,7 +91,7 @@ class TierHarness:
             self.tier.on_schedule_end(STEP)
             return LookupResult.RETRY not in answers
 
-        wait_until(resolved)
+        until(resolved)
         if ends:
             self.tier.on_request_finished(context)
         return [answer is LookupResult.HIT for answer in answers]
@@ -245,7 +246,7 @@ def test_storage_that_never_answers_costs_a_miss_not_a_request(make_harness):
 
     assert not result.success
     assert result.successful_keys is None
-    wait_until(lambda: not harness.tier.has_pending_work())
+    until(lambda: not harness.tier.has_pending_work())
     assert not harness.memory[10:14].any()
 
 
@@ -258,7 +259,7 @@ def test_a_store_that_hangs_keeps_its_chunks_until_it_returns(make_harness):
     store.hang = Event()
     job = TransferJob(1, make_offload_keys(4), np.arange(4), False, ReqContext("request"))
     harness.tier.submit_store(job)
-    wait_until(
+    until(
         lambda: (
             harness.tier.get_finished_jobs() or "timeout" in str(harness.tier.get_stats().data)
         )

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.plugins.backends import SHARED, wait_until
+from tests.plugins.backends import SHARED
 from tests.plugins.doubles.finder import is_real
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not is_real("vllm"), reason="vllm is not installed")
 
@@ -113,7 +114,7 @@ class Server:
                 found.append(key)
             return True
 
-        wait_until(is_known, timeout_s=60)
+        until(is_known, within_s=60)
         if found:
             spec = self.manager.prepare_load(found, context)
             for key, chunk in zip(found, spec.chunk_ids, strict=True):
@@ -130,7 +131,10 @@ class Server:
         return len(found)
 
     def drain(self):
-        wait_until(lambda: [self.step(), not self.manager.has_pending_work()][1], timeout_s=60)
+        until(
+            lambda: [self.step(), not self.manager.has_pending_work()][1],
+            within_s=60,
+        )
 
     def close(self):
         for tier in self.manager.secondary_tiers:
@@ -252,7 +256,7 @@ def test_a_redis_that_stops_is_a_miss(start, tmp_path):
         "write_timeout_s": 1.0,
     }
     try:
-        wait_until(lambda: _answers(port))
+        until(lambda: _answers(port))
         first = start(**tier)
         keys = make_keys(8)
         first.serve("cold", keys)

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.live import LiveServer, Stream
 from tests.router.live import LiveRouter
 from tests.router.test_live import NAME, kill, name, start
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +56,10 @@ def ask(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Resp
 
 
 def until_restarted(server: LiveServer) -> None:
-    """Until the engine was replaced once, and the new one answers."""
-    deadline = time.monotonic() + 60
-    while "headwater:engine_restarts_total 1" not in server.get("/metrics").text:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    """Wait until the engine was replaced once and the new one answers."""
+    until(
+        lambda: "headwater:engine_restarts_total 1" in server.get("/metrics").text, within_s=60
+    )
     server.until_healthy()
 
 

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from headwater.clock import SystemClock
 from tests.e2e.live import Stream
 from tests.router.separate import LEASE_S, Separate, ids
 from tests.still import stopped
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -57,12 +57,6 @@ def check(cluster: Separate, prompt: str) -> None:
     alone = cluster.ask(cluster.decoding[0].url, prompt=prompt)
     assert routed.json()["choices"] == alone.json()["choices"]
     cluster.until_balanced()
-
-
-def until(reached, within_s: float = 20.0) -> None:
-    end_s = SystemClock().now() + within_s
-    while not reached():
-        assert SystemClock().now() < end_s
 
 
 def count(url: str, series: str) -> float:

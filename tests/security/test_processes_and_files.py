@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from headwater.errors import ConfigError
 from headwater.storage.file.directory import SlabDirectory
+from tests.waiting import until
 
 PARENT = """
 import os, subprocess, sys
@@ -49,10 +49,7 @@ def test_a_child_ends_when_its_parent_is_killed():
     parent.wait()
     parent.stdout.close()
 
-    deadline = time.monotonic() + 60
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not is_running(child), within_s=60)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
