@@ -89,6 +89,8 @@ class ProgressArrays:
 
     def free(self, column: int) -> None:
         """The sequence of `column` has left."""
+        # A step in flight compares this with the entry that it knew (`changed`). So it notices
+        # that its sequence has left, even when another one has the column by then.
         self.entry[column] = 0
         self._free.append(column)
 
@@ -258,6 +260,8 @@ class DecodeRows:
         """Sequences that need a block before their next step."""
         arrays, columns = self._arrays, self._columns
         scheduled = arrays.num_scheduled[columns]
+        # Also true at the end of a sequence, which needs no block, because its last token is
+        # not computed: the other condition below leaves it out.
         is_short = arrays.schedulable_end[columns] <= scheduled
         if not is_short.any():
             return []
@@ -300,6 +304,8 @@ class DecodeRows:
         arrays, columns = self._arrays, step.columns
         num_tokens = arrays.num_tokens[columns]
         num_recent = num_tokens - arrays.num_settled[columns]
+        # `recent` has room for this token: it is copied to the buffer and emptied below when it
+        # is full.
         arrays.recent[columns, num_recent] = tokens
         arrays.num_tokens[columns] = num_tokens + 1
         arrays.last_token[columns] = tokens

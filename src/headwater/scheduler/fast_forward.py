@@ -68,6 +68,7 @@ def _num_steps(decoding: Listed[Sequence]) -> int:
         if sequence.stop_tokens:
             return 0
         left = min(
+            # No `- 1` here: the step that uses the last place of a block takes no new one yet.
             sequence.schedulable_end - sequence.num_scheduled,
             sequence.commit_at - sequence.num_computed - 1,
             sequence.num_tokens_end - sequence.num_tokens - 1,

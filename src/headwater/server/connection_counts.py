@@ -35,6 +35,8 @@ class ConnectionCounts:
         """`worker` is the place of this worker, from 0."""
         memory = mmap.mmap(file, 0)
         self._key = memory[:_KEY_BYTES]
+        # Aligned numbers of 32 bits are stored in one piece, so a reader never sees half a
+        # count.
         self._rows = np.frombuffer(memory, dtype=np.int32, offset=_KEY_BYTES)
         self._rows = self._rows.reshape(-1, 1 + _NUM_BUCKETS)
         self._own = self._rows[worker]

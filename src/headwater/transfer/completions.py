@@ -109,6 +109,7 @@ class CompletionQueue:
         """Sleep until there is a signal, at most `timeout_s`, and clear it."""
         poller = select.poll()
         poller.register(self.fileno(), select.POLLIN)
+        # One millisecond longer, so that the deadline has passed when this returns.
         poller.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3 + 1)
         self.clear()
 

@@ -109,11 +109,14 @@ class SlotDirectory:
         new = np.zeros(count, dtype=self._record)
         keys = b"".join(change.keys)
         new["key"] = np.frombuffer(keys, dtype="V32")
+        # The parent of a block is the key before it, so the parents are the keys moved by one
+        # place.
         new["parent"] = np.frombuffer((change.parent + keys)[: 32 * count], dtype="V32")
         new["tokens"] = np.frombuffer(change.tokens, dtype="<i4").reshape(count, -1)
         new["salt"] = np.frombuffer(salt.ljust(_MAX_SALT_BYTES, b"\0"), dtype=np.uint8)
         new["salt_bytes"] = len(salt)
         new["written_s"] = now
+        # `is_whole` of `new` is 0, so a record that is cut off by a kill counts as empty.
         self._records[slots] = new
         self._records["is_whole"][slots] = 1
 
@@ -124,6 +127,8 @@ class SlotDirectory:
 
     def _write_header(self, shape: DirectoryShape) -> None:
         header = self._header[0]
+        # A header without its magic number is no header: after a kill between these stores, the
+        # next engine empties the directory.
         header["magic"] = b""
         header["identity"] = np.frombuffer(shape.identity, dtype="V32")[0]
         header["num_slots"], header["block_bytes"] = shape.num_slots, shape.block_bytes

@@ -74,6 +74,7 @@ class Layout:
         """
         batch = self.batch
         token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
+        # A carried token is always the first one of its row: a chunk knows all of its tokens.
         token_carry[batch.query_start[:-1]] = carry
         return GraphRows(
             tokens=batch.tokens,

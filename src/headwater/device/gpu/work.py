@@ -68,7 +68,9 @@ def split_contexts(contexts: Ints, num_rows: int, kv_heads: int) -> Pieces:
     work_start = np.zeros(room, dtype=np.int32)
     rows = np.repeat(np.arange(len(contexts)), counts)
     work_row[:used] = rows
+    # The number of an entry minus that of its row's first entry is the number of the piece.
     work_start[:used] = (np.arange(used) - (ends - counts)[rows]) * piece
+    # Rows that only pad a graph get empty ranges at the end of the used entries.
     row_work = np.full(num_rows + 1, used, dtype=np.int32)
     row_work[0] = 0
     row_work[1 : len(contexts) + 1] = ends
@@ -101,7 +103,10 @@ def tiles(
     each = -(-counts // tile)
     ends = np.cumsum(each)
     rows = np.repeat(np.arange(len(counts)), each)
+    # As for pieces: the number of a tile in its row, times its size.
     starts = (np.arange(len(rows)) - (ends - each)[rows]) * tile
+    # By position of the first query, and so by the number of keys that a tile sees: kernels
+    # start with the last ones.
     order = np.argsort((contexts - counts)[rows] + starts, kind="stable")
     rows, starts = rows[order], starts[order]
     programs = len(rows) * heads

@@ -103,6 +103,7 @@ def _attend(
             scores = tl.dot(q, k) * scaling
         if CAPPED:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        # log2(e): powers of two are one instruction, powers of e are not.
         scores = scores * 1.4426950408889634
         if WINDOWED:
             seen = seen & (key >= context - window)
@@ -137,6 +138,8 @@ def _attend(
     else:
         part = item.to(tl.int64) * HEADS + head
         tl.store(partial + part[:, None] * DIM + at[None, :], result, mask=wanted)
+        # The logarithm of the sum of weights: with it `_join` weighs this piece among the
+        # others.
         level = tl.where(total == 0, float("-inf"), highest + tl.log2(total))
         tl.store(partial_lse + part, level, mask=of_group < group)
 

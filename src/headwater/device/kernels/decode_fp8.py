@@ -49,6 +49,7 @@ def _attend_tile(k, v, k_exponent, v_exponent, q, q_scale, seen, highest, total,
         base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[None, :])
     decay = tl.exp2(highest - base)
+    # The weights contain the scales of the values, which the sum of weights must not.
     total = total * decay + tl.sum(weights * tl.exp2(-shift)[:, None], 0)
     summed = tl.dot(tl.trans(v.to(tl.float16)), weights.to(tl.float16), summed * decay[None, :])
     return higher, total, summed
@@ -115,12 +116,15 @@ def _attend(
     rows = query + row.to(tl.int64) * query_stride + head[None, :] * DIM + at[:, None]
     exact = tl.load(rows, mask=wanted, other=0.0).to(tl.float32)
     q_exponent = scale_exponent(tl.max(tl.abs(exact), 0))
+    # 254 - e is the exponent byte of the inverse: 2 ** (127 - e).
     q = (exact * power_of_two(254 - q_exponent)[None, :]).to(tl.float16)
     q_scale = power_of_two(q_exponent) * (scaling * 1.4426950408889634)
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([WIDTH, QUERIES], tl.float32)
     numbers = pool + layer_at + kv_head * DIM
+    # Scales of a layer follow both of its planes; elements and scales are bytes, so offsets are
+    # the same.
     scales = pool.to(tl.pointer_type(tl.uint8)) + layer_at + 2 * plane + kv_head
     in_tile = tl.arange(0, KEYS)
     whole = start

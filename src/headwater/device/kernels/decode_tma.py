@@ -66,6 +66,8 @@ def _join(partial, partial_lse, begin, end, head, known, at, wanted, HEADS: tl.c
     summed = tl.zeros([WIDE, QUERIES], tl.float32)
     for item in range(begin, end):
         place = item * HEADS + head
+        # From the second-level cache: other processors have written it during this kernel, and
+        # the first-level cache may hold old bytes.
         level = tl.load(
             partial_lse + place, mask=known, other=float("-inf"), cache_modifier=".cg"
         )
@@ -137,6 +139,8 @@ def _attend(
     at = number % DIM
     head = part * (group * TOGETHER) + of_group
     known = of_group < group * TOGETHER
+    # True where the elements of a KV head meet the queries of the same head; see the drawing
+    # above.
     wanted = (number // DIM)[:, None] == (of_group // group)[None, :]
     rows = query + row.to(tl.int64) * query_stride + head[None, :] * DIM + at[:, None]
     q = tl.load(rows, mask=wanted, other=0.0)
@@ -185,6 +189,7 @@ def _attend(
         tl.store(partial_lse + mine, level, mask=known)
         tl.debug_barrier()  # all threads must have written before one of them counts
         counter = arrived + row * KV_HEADS + part
+        # The last program of a row joins it, and leaves the counter at zero for the next layer.
         if tl.atomic_add(counter, 1, sem="acq_rel") == last - begin - 1:
             tl.store(counter, 0)
             joined = _join(

@@ -79,6 +79,8 @@ def _keys_seen(
             v = tl.load(pool + plane + place[:, None] + at[None, :])
         if FP8:
             # Scales of keys follow the elements: one byte for a key of DIM elements.
+            # `place` advances by KV_HEADS * DIM for each token, scales by KV_HEADS: this is the
+            # difference.
             of_key = (key % BLOCK_TOKENS) * (KV_HEADS * (DIM - 1))
             scale_at = scales + (place - of_key)
             k_exponent = tl.load(scale_at, mask=key < context, other=127).to(tl.int32)
@@ -104,6 +106,7 @@ def _keys_seen(
                 seen = seen & (key[None, :] > query_at[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
+        # Without a mask every query has seen a key, so the maximum is finite.
         base = higher
         if MASKED:
             base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -90,6 +90,7 @@ def _rotate(
     plane = tl.where(head < HEADS + KV_HEADS, 0, 1)
     kv_head = tl.where(plane == 0, head - HEADS, head - HEADS - KV_HEADS)
     in_block = plane * BLOCK_TOKENS + position % BLOCK_TOKENS
+    # For queries `kv_head` is negative; `is_stored` keeps them out of the pool.
     target = slot * block_stride + layer_at + (in_block * KV_HEADS + kv_head) * DIM
     is_stored = (head >= HEADS)[:, None] & (slot >= 0)
     place = pool + target[:, None]
@@ -103,6 +104,7 @@ def _rotate(
             rest = rest.to(kind).to(tl.float32)
             top = tl.maximum(top, tl.max(tl.abs(rest), 1))
         exponent = scale_exponent(top)
+        # 254 - e is the exponent byte of the inverse: 2 ** (127 - e).
         inverse = power_of_two(254 - exponent)[:, None]
         rotated_left = rotated_left * inverse
         rotated_right = rotated_right * inverse

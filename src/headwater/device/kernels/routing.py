@@ -132,6 +132,8 @@ def _choose(logits, correction, ids, weights, scale, EXPERTS: tl.constexpr, WIDT
     found = tl.full([TOP_WIDTH], float("-inf"), tl.float32)
     for number in tl.static_range(TOP):
         best = tl.max(choice, 0)
+        # The first of equals. Where only -infinity is left, all are equal, so experts are
+        # distinct in any case.
         at = tl.min(tl.where((choice == best) & known, expert, EXPERTS - 1), 0)
         tl.store(ids + row * TOP + number, at)
         score = tl.max(tl.where(expert == at, scores, float("-inf")), 0)
@@ -154,6 +156,7 @@ def _list_pairs(ids, lists, counts, num_pairs, capacity, BLOCK: tl.constexpr):
     for first in range(0, num_pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
         mine = tl.load(ids + pair, mask=pair < num_pairs, other=-1) == expert
+        # A running count instead of an atomic one, so that the order does not depend on timing.
         place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(lists + expert * capacity + place, pair, mask=mine)
         count += tl.sum(mine.to(tl.int32), 0)

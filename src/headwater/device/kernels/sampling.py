@@ -172,6 +172,7 @@ def _best_allowed(row, words, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _below(value):
+    # Two float32 steps below, so that the element itself is above the result.
     return value - tl.abs(value) * 2.4e-7 - 1e-37
 
 
@@ -254,6 +255,7 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
         p5 = low + width * tl.where(is_first, 0.625, tl.minimum(guess + 0.008, 1.0))
         p6 = low + width * 0.75
         p7 = low + width * tl.where(is_first, 0.875, tl.minimum(guess + 0.06, 1.0))
+        # Eight names and not an array, because Triton cannot index values in registers.
         s0 = tl.zeros([BLOCK], tl.float32)
         s1 = tl.zeros([BLOCK], tl.float32)
         s2 = tl.zeros([BLOCK], tl.float32)

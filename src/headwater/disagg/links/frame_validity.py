@@ -36,12 +36,16 @@ class FrameValidity:
         """Declare the slots of a frame valid; returns the index of its word. Waits for a free
         one."""
         credit = self._credits.take(frame_number, check_wait)
+        # The number of the frame and not a flag: a word that is used again by then must not
+        # make an old copy valid. One more than the number, because 0 means invalid.
         self._words[credit] = frame_number + 1
         return credit
 
     def invalidate(self, frame_number: int) -> None:
         """From now on, copies of this frame do not count. Does nothing if the peer has
         answered."""
+        # Under the lock of the credits. Otherwise the answer could free the word in between,
+        # and this would clear the word of another frame.
         with self._credits.held_by(frame_number) as credit:
             if credit is not None:
                 self._words[credit] = 0

@@ -129,6 +129,8 @@ class LeaseBook:
             new = [at for at, index in enumerate(indices) if index not in lease.received]
             lease.arriving.update(indices[at] for at in new)
             lease.num_writing += 1
+        # Outside the lock, because a view of staging memory may wait for a free buffer. The
+        # lease stays open meanwhile: `num_writing` counts this write.
         views: list[memoryview | None] = [None] * len(pieces)
         arriving = ArrivingBlocks(number, lease, views, new)
         try:
@@ -149,6 +151,7 @@ class LeaseBook:
         with self._lock:
             lease.arriving.difference_update([pieces[at].block for at in arriving.new])
             lease.received.update([(piece.block, piece.num_bytes) for piece in good])
+        # Reported before the write stops counting, because LeaseClosed must be the last event.
         for piece in good:
             self._deliver(BlockReceived(number, piece.block, piece.num_bytes))
         with self._lock:

@@ -97,6 +97,7 @@ class CellInbound:
             if arriving.views[credit] is not None:
                 arriving.copy(credit, self._memory[at : at + piece.num_bytes])
                 arriving.verify(credit, piece.checksum)
+            # Also past a block that was received before: its bytes are in the cell, too.
             at += piece.num_bytes
         return 0
 

@@ -166,6 +166,7 @@ class Table:
         rows = self._rows()
         before = self._seen if len(self._seen) else np.zeros(len(rows), dtype=_ROW)
         self._changes, self._seen = changes, rows
+        # Each writing changes the sequence and the check, so keys need not be compared.
         differs = (rows["sequence"] != before["sequence"]) | (rows["check"] != before["check"])
         slots = np.flatnonzero(differs)
         return [(int(slot), _decode_entry(int(slot), rows[slot].tobytes())) for slot in slots]

@@ -37,6 +37,8 @@ class StagingMemory:
         self._stopped: set[int] = set()
 
     def view(self, slot: int) -> memoryview:
+        # No lock: a block has at most one write at a time (`LeaseBook`), so one thread uses a
+        # virtual slot.
         buffer = self._buffer_of.get(slot)
         if buffer is None:
             buffer = self._buffers.await_one(self._timeout_s, lambda: slot in self._stopped)
@@ -131,6 +133,8 @@ class StagedReceiver:
 
         def stored(is_there: bool) -> None:
             self._buffers.give_back([buffer])
+            # Reported before the copy stops counting, because LeaseClosed must be the last
+            # event.
             if is_there:
                 self._deliver(event)
             with self._lock:
@@ -149,6 +153,7 @@ class StagedReceiver:
             lease = self._leases.get(number)
             if lease is None or lease.closed is None or lease.num_copying:
                 return
+            # From here on only this thread closes the lease: others do not find it any more.
             del self._leases[number]
         left = [self._staging.take_buffer(virtual_slot) for virtual_slot in lease.virtual_slots]
         self._buffers.give_back([buffer for buffer in left if buffer is not None])

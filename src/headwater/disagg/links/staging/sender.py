@@ -167,6 +167,7 @@ class StagedSender:
         if not self._queue:
             return None
         first = min(part.pending.deadline_s for part in self._queue)
+        # A millisecond more, so that the deadline has passed when this thread wakes.
         return max(first - self._clock.now(), 0.0) + 1e-3
 
     def _expire(self) -> None:
@@ -186,6 +187,7 @@ class StagedSender:
             if failure is None:
                 self._travelling[job] = part, buffers
         if failure is None:
+            # After the part is in the table: its outcome may come from another thread at once.
             push = _from_buffers(job, part, buffers)
             self._sender.push(push)
             # The lease may have been extended after the push was created and before it was
