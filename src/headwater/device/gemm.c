@@ -56,6 +56,7 @@ void pack_panels(const float *weight, float *packed, int64_t width, int64_t dept
 /* e^x for x <= 0, to a unit or two in the last place. */
 INLINE float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;
+    /* e^x = 2^whole * e^r. ln 2 is subtracted in two parts, so that r keeps its last bits. */
     float whole = (float)(int32_t)(x * 1.44269504f - 0.5f);
     float r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -110,7 +111,7 @@ INLINE void tile(const float *x, int64_t stride, const float *panel, int64_t dep
             *(Vector *)(sums + r * sums_stride + v * LANES) = sum[r][v];
 }
 
-/* The same with a constant number of rows in each case, so that the sums stay in registers. */
+/* `tile` with a constant number of rows in each case, so that the sums stay in registers. */
 static void tile_of(const float *x, int64_t stride, const float *panel, int64_t depth,
                     float *sums, int64_t sums_stride, int rows, int is_first, const char *ahead,
                     int64_t step) {
@@ -142,6 +143,7 @@ static void panel_product(const Product *product, int64_t begin, int64_t end, in
             if (count == WIDTH) {
                 tile_of(x, depth, panel, deep, out, width, some, k == 0, next, step);
             } else {
+                /* The panel is wider than the rest of the output: sum in a copy. */
                 for (int r = 0; r < some; r++)
                     memcpy(edge + r * WIDTH, out + r * width, (size_t)count * sizeof(float));
                 tile_of(x, depth, panel, deep, edge, WIDTH, some, k == 0, next, step);

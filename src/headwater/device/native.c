@@ -1,8 +1,8 @@
 /* What a step does between its matrix products, on one thread of a CPU.
  *
- * At a small batch these are a few thousand numbers each: what costs is to call for them, one
- * operation after another, with weights streaming through the core's caches in between. Plain
- * C, left to the compiler to vectorise; all numbers are float32.
+ * With a small batch each operation has a few thousand numbers, so most of the time would go to
+ * calling one operation after another, while weights stream through the core's caches. Plain C,
+ * which the compiler vectorises; all numbers are float32.
  */
 
 #include <math.h>
@@ -20,7 +20,7 @@ void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int
     }
 }
 
-/* Turn the two halves of each token's first `heads` heads by its position, in place. */
+/* Rotate the halves of each token's first `heads` heads by its position, in place. */
 void rotate(float *tokens, const float *cos, const float *sin, int64_t count, int64_t stride,
             int64_t heads, int64_t dim) {
     int64_t half = dim / 2;

@@ -181,6 +181,8 @@ def _pair_gate_up(x, weight, bias, norm_weight, ids, out, epsilon, alpha, limit,
     expert = tl.load(ids + pair).to(tl.int64)
     output = tl.program_id(0) * N + tl.arange(0, N)
     inside = output < OUTPUTS
+    # Outputs after the end repeat output 0 and are not stored, so loads of weights need no
+    # mask.
     output = tl.where(inside, output, 0)
     line = output
     other = output + OUTPUTS
@@ -190,6 +192,8 @@ def _pair_gate_up(x, weight, bias, norm_weight, ids, out, epsilon, alpha, limit,
     whole = weight + expert * (2 * OUTPUTS * SIZE)
     left = tl.zeros([N, K], tl.float32)
     right = tl.zeros([N, K], tl.float32)
+    # The scale of the norm is one number per row, so it is applied to the sums: the row is read
+    # only once.
     squares = tl.zeros([K], tl.float32)
     for first in range(0, SIZE, K):
         at = first + tl.arange(0, K)
@@ -247,7 +251,7 @@ def _pair_down(x, weight, bias, ids, scales, hidden, SIZE: tl.constexpr, OUTPUTS
         values = tl.load(x + pair * SIZE + at, mask=within, other=0.0).to(tl.float32) * share
         acc += w.to(tl.float32) * values[None, :]
         if BIASED:
-            # Once per expert, with the first of its inputs.
+            # A bias counts once per expert: with the first of the inputs.
             share = tl.where(turn % turns == 0, share, 0.0)
             biases += share * tl.load(bias + expert * OUTPUTS + output).to(tl.float32)
     place = hidden + row * OUTPUTS + output

@@ -68,6 +68,8 @@ def _fp8_gemm(x, weight, x_scales, w_scales, out, partial, arrived, rows, factor
         known = (row < rows)[None, :]
         at_row = out + row[None, :].to(tl.int64) * OUTPUTS
         if GATED:
+            # Rows of gate and up are interleaved: they become the last dimension, which `split`
+            # takes apart.
             gate, up = tl.split(tl.permute(tl.reshape(total, (N // 2, 2, ROWS)), (0, 2, 1)))
             gated = activate(gate, up, 0.0, 0.0, ACTIVATION)
             output = tile * (N // 2) + tl.arange(0, N // 2)

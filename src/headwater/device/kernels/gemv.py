@@ -54,6 +54,8 @@ def _gemv(
     if REQUESTED > 0:
         lines: tl.constexpr = 2 * N if GATED else N
         slab = weight + tl.program_id(0).to(tl.int64) * (lines * SIZE)
+        # Before `start_early`: no kernel writes weights, so they come while the kernel before
+        # still runs.
         request(slab, REQUESTED, EARLY, 4)
     start_early(EARLY)
     output = tl.program_id(0) * N + tl.arange(0, N)
@@ -64,6 +66,8 @@ def _gemv(
         line = output * 2
     left = tl.zeros([N, K], tl.float32)
     right = tl.zeros([N, K], tl.float32)
+    # The scale of the norm is one number per row, so it is applied to the sums: the row is read
+    # only once.
     squares = tl.zeros([K], tl.float32)
     for first in tl.range(0, SIZE, K, num_stages=STAGES):
         at = first + tl.arange(0, K)

@@ -53,6 +53,7 @@ def _rotate(
     """Rotate `[rows, 2 * HALF]` from pointers `source` to pointers `target`, one per row."""
     at = tl.arange(0, WIDTH)
     inside = live[:, None] & (at < HALF)[None, :]
+    # From one pair to the next, and from the first element of a pair to the second.
     step: tl.constexpr = 1 if PAIRS == 0 else 2
     beside: tl.constexpr = HALF if PAIRS == 0 else 1
     left = tl.load(source[:, None] + at[None, :] * step, mask=inside, other=0.0).to(tl.float32)
@@ -104,6 +105,7 @@ def _store(
     place = pool + slot * block_stride + layer_at
     place += (position % BLOCK_TOKENS) * (LATENT + ROTATED)
     tl.store(place + at, values * scale * weights, mask=at < LATENT)
+    # `_rotate` takes a pointer per row; this token is the only row.
     one = tl.zeros([1], tl.int64)
     _rotate(
         row + LATENT + one, place + LATENT + one, cosines, sines, position, one == 0,

@@ -94,7 +94,7 @@ def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
         acc = multiply_groups(acc, whole, all_scales, all_scales, output, group, in_group, there,
                               low, high, SIZE, 32, 16, 3, False, ASM)  # fmt: skip
         if BIASED:
-            # Once per expert, with the first of its inputs.
+            # A bias counts once per expert: with the first of the inputs.
             share = tl.where(turn % turns == 0, share, 0.0)
             biases += share * tl.load(bias + expert * OUTPUTS + output).to(tl.float32)
     place = hidden + row * OUTPUTS + output
