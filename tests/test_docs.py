@@ -103,7 +103,8 @@ def test_the_list_of_decisions_has_every_record():
 
 @pytest.mark.slow
 def test_every_lesson_is_named_by_a_test():
-    """The numbers on the page are those that tests name, but for lessons kept by review."""
+    """The numbers on the page are those that tests name, except lessons that are kept by
+    review."""
     page = (ROOT / "docs" / "lessons.md").read_text(encoding="utf-8")
     listed = {int(number) for number in re.findall(r"^(\d+)\. ", page, re.MULTILINE)}
     items = re.split(r"^(?=\d+\. )", page, flags=re.MULTILINE)

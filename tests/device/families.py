@@ -246,7 +246,7 @@ def prompt(num_tokens: int, *, seed: int = 0) -> Tokens:
 
 
 class Reference:
-    """The same folder in transformers, with its own attention and cache."""
+    """A model folder loaded by transformers, with its own attention and cache."""
 
     def __init__(self, folder: Path, **loading: object) -> None:
         loader: Any = hf.AutoModelForCausalLM

@@ -107,7 +107,7 @@ class RankHarness:
         return torch.from_numpy(slab.rows.copy())
 
     def copy_in(self, num_blocks: int) -> None:
-        """Copy the same slab back to every rank."""
+        """Copy the slab that `copy_out` has filled back to every rank."""
         self._copy(self._open_copier(num_blocks)[1], LoadJob, num_blocks)
 
     def clear(self) -> None:

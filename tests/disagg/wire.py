@@ -78,7 +78,7 @@ class RawSender:
         self._wait_check = timeout_check(SystemClock(), 10.0)
         terms = HandshakeTerms(self._link, CONFIG.token, block_bytes)
         self.memory = BlockArray(NUM_SLOTS, block_bytes)
-        """The memory from which a receiver of a link that maps memory reads."""
+        """The memory of this peer, which a receiver of a link that maps memory copies from."""
 
         self.outbound = dialer(address, memory=self.memory).dial(terms, self._wait_check)
         self.stream = self.outbound.stream

@@ -52,7 +52,8 @@ def test_special_tokens_are_skipped_unless_wanted(tokenizer):
 
 
 def test_a_token_that_is_no_text_is_named_by_its_bytes(tokenizer):
-    """A part of a character has bytes, and a printable name made from them."""
+    """A token that is only a part of a character has bytes, and a printable name made from
+    them."""
     first = int(tokenizer.encode("€")[0])
 
     assert tokenizer.token_bytes(first) == b"\xe2"

@@ -80,7 +80,7 @@ class Child:
                 return message
 
     def join(self):
-        """Everything it says until its end."""
+        """All messages of the process until its end."""
         messages = []
         try:
             while self.pipe.poll(START_S):

@@ -76,7 +76,7 @@ class _Run:
         self._made: Any = None
         self._made_folder: Path | None = None
         self.closing = ExitStack()
-        """Removes what parts left for later ones."""
+        """Ends at the end of the benchmark what a part has left running for later parts."""
         self._ceilings = _gpu_ceilings.measure()
         self.result: dict[str, Any] = {
             "model": options.model,

@@ -31,7 +31,7 @@ class LeadingRunner(Runner, Protocol):
     """Called with each step before it is computed, with the carried tokens that are known."""
 
     announce_warm: Callable[[WarmPhase], None] | None
-    """Called with each preparation before the first step."""
+    """Called with each `WarmPhase` before the first step."""
 
 
 class FollowingRunner(Protocol):

@@ -165,7 +165,7 @@ def is_plain(params: Sequence[SamplingParams]) -> bool:
 
 
 def _greedy(edited: Tensor, logits: Tensor) -> Tensor:
-    """The most likely token of each row, for any content."""
+    """The most likely token of each row, whatever its logits contain."""
     if edited.device.type == "cpu":
         best = _argmax(edited)  # for a row with NaN this is the NaN
         if bool(edited.gather(1, best[:, None]).isfinite().all()):

@@ -22,7 +22,8 @@ class StopSignals:
             signal.signal(number, self._remember)
 
     def attach(self, stop: Callable[[], None]) -> None:
-        """Call `stop` in the running event loop for earlier and later signals."""
+        """Call `stop` in the running event loop for each signal, those that came before
+        included."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)

@@ -72,7 +72,8 @@ class OffloadPlanner:
         return plans
 
     def limit_to(self, blocks_s: float | None) -> None:
-        """The link to the host writes up to `blocks_s`; None before the first write."""
+        """The link to the host writes up to `blocks_s` blocks per second; None before the first
+        write."""
         if blocks_s is not None:
             most = max(int(_MAX_OFFLOAD_S * blocks_s), 1)
             self._limits[Tier.HOST] = min(self._most_to_host, most)

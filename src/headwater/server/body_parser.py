@@ -24,7 +24,7 @@ from headwater.server.schema import (
 from headwater.server.worker_pool import WorkerPool
 
 MAX_IDS = 1 << 21
-"""Most token ids in one list, for servers with a longer context."""
+"""Most token ids that one list may have, however long the context of the model is."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -1,4 +1,4 @@
-"""Bodies of control endpoints: a wrong field or value is refused with the valid ones.
+"""Bodies of control endpoints: an error about a wrong field or value lists the valid ones.
 
 An ignored field would be dangerous here: a reset that misspells `tiers` would reset every tier.
 """

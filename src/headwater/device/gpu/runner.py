@@ -104,7 +104,7 @@ class CudaRunner:
         self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
         """Called with each step before it is computed, if other ranks compute it too."""
         self.announce_warm: Callable[[WarmPhase], None] | None = None
-        """Called with each preparation before the first step."""
+        """Called with each `WarmPhase` before the first step, if other ranks prepare, too."""
         self._group: RankGroup | None = None
         self.compilations: CompilationCounter | None = None
         """Counts compiled kernels, if they are counted."""

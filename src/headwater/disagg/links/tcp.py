@@ -66,7 +66,7 @@ class TcpAcceptor:
 
 
 class TcpInbound:
-    """Payloads that follow their frames."""
+    """Receives the payloads that follow their frames, directly into slots."""
 
     def __init__(self, stream: Stream, max_bytes: int) -> None:
         self._stream = stream
@@ -135,7 +135,7 @@ class TcpDialer:
 
 
 class TcpOutbound:
-    """Payloads that follow their frames."""
+    """Sends frames, each followed by its payload."""
 
     def __init__(self, stream: Stream, key: bytes) -> None:
         self.stream = stream

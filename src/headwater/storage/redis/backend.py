@@ -43,7 +43,8 @@ _MAX_IDLE = 32
 _DRAIN_BYTES = 1 << 16
 _CHECK_TIMEOUT_S = 5.0
 _MAX_VALUE_BYTES = 1 << 30
-"""Longest value of another program under our name that is read to its end and dropped."""
+"""A foreign value under the name of a block is read and dropped up to this length; a longer one
+is an error, which closes the connection."""
 
 
 class RedisStorage:
