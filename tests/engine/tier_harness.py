@@ -15,7 +15,7 @@ PROMPT = make_prompt(33)
 
 
 class FaultyStorage(MemoryStorage):
-    """Loses, damages and refuses blocks at random: below 0.2 something goes wrong."""
+    """Loses, damages and refuses blocks at random: a roll below 0.2 is a fault."""
 
     roll: Callable[[], float]
 

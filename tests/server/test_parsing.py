@@ -48,7 +48,7 @@ CITY = '{"city": "Zürich", "days": 2}'
 
 @dataclass(frozen=True)
 class Golden:
-    """What a model writes, and its parts."""
+    """The text that a model writes, and the parts that a parser must find in it."""
 
     format: str
     text: str

@@ -100,7 +100,8 @@ def make_workload(
 
 
 JSON, FREE = "json", "json-free"
-"""Answers by a schema, and the same prompts without one."""
+"""Workloads with the same prompts: answers follow a schema in the first, and not in the
+second."""
 
 WORKLOADS = ("shared-prefix", "multi-turn", "full-hit", JSON)
 

@@ -98,7 +98,7 @@ class SlotPool:
         self.num_reads = 0
         """Sum of `_readers`; while it is 0, `free` need not look at the array."""
         self.num_lost_reads = 0
-        """How many of them belong to writes that timed out."""
+        """How many of the reads in `num_reads` belong to writes that timed out."""
 
     def take(self, count: int, state: SlotState = SlotState.HELD) -> Slots | None:
         """Move `count` free slots to `state`, or change nothing and return None."""

@@ -62,7 +62,7 @@ class StorageWorkers:
     def __init__(
         self, backend: StorageBackend, slab: HostSlab, clock: Clock, *, num_threads: int = 2
     ) -> None:
-        """`num_threads` for each kind of call."""
+        """There are `num_threads` threads for each kind of call."""
         self.backend = backend
         self.slab = slab
         self._clock = clock

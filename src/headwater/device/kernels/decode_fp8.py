@@ -194,7 +194,8 @@ def attend_pieces(
     variant: Variant,
     out: Tensor,
 ) -> None:
-    """The pieces of `decode.attend_decodes`, which joins them; `pool` has e4m3 elements."""
+    """Attend the pieces of `decode.attend_decodes`, which joins them; `pool` has e4m3
+    elements."""
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = out.shape[1]
     row = kv_heads * dim
