@@ -105,6 +105,6 @@ def test_a_folder_that_is_not_a_model_is_refused(tmp_path):
     ],
 )
 def test_a_setting_of_another_type_is_named(settings, sentence):
-    """Lesson 61: refused before a model is loaded, with the name of the setting."""
+    """Lesson 61: the setting is refused by its name, before a model is loaded."""
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         headwater.LLM(**settings)

@@ -46,7 +46,7 @@ class Separate:
         return [server for server in self.decodes if server.process.poll() is None]
 
     def name(self, server: LiveServer) -> str:
-        """The router's name for it."""
+        """The router's name for `server`."""
         return server.url.removeprefix("http://")
 
     def until_known(self) -> dict[str, Any]:

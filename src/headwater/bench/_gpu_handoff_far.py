@@ -67,8 +67,8 @@ class _BareSender:
         torch.cuda.synchronize()
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """Carry out a command and return its answer; None for `leases`, because `stop` answers for
-        both."""
+        """Carry out a command and return its answer; None for `leases`, because `stop` answers
+        for both."""
         if "address" in asked:
             self.close()
             self._sender = self._links.connect(asked["address"])

@@ -70,7 +70,7 @@ class PluginConfig:
         return replace(read_settings(cls, rest, plugin), config=dict(config))
 
     def timeouts(self) -> TransferConfig:
-        """The same times, as settings of the mover."""
+        """The timeouts of this configuration, as settings of the mover."""
         return TransferConfig(
             read_timeout_s=self.read_timeout_s,
             write_timeout_s=self.write_timeout_s,

@@ -24,7 +24,7 @@ class BlockMemory(Protocol):
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot: writable, contiguous, `block_bytes` long, not a copy. It may
-        wait for them; LinkBroken if that takes too long."""
+        wait for a free staging buffer; LinkBroken if that takes too long."""
 
 
 @runtime_checkable
