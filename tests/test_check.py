@@ -52,8 +52,8 @@ def _report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_check_reports_how_the_model_is_served_and_what_fits(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has weights in the serving type, KV of a token and a block, and tokens of every
-    tier."""
+    """The report has the weights in the serving type, the KV of a token and of a block, and the
+    tokens that fit in each tier."""
     sizes = ("--device-gib", "16", "--swap-space", "1", "--storage-gib", "2")
     report = _report(capsys, str(folder), *sizes)
 

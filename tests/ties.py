@@ -10,7 +10,7 @@ NEAR_TIE = 1e-4
 
 
 def log_near_ties(choice: dict[str, Any]) -> None:
-    """For a choice of /v1/completions that was requested with two logprobs."""
+    """Log the near ties of a choice of /v1/completions that was requested with two logprobs."""
     for at, top in enumerate(choice["logprobs"]["top_logprobs"]):
         best = sorted(top.values(), reverse=True)
         if len(best) > 1 and best[0] - best[1] < NEAR_TIE:

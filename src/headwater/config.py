@@ -111,8 +111,8 @@ class PeersConfig:
 
     max_inflight: int = 64
     lease_s: float = 10.0
-    """Most prompts computed for others at once; and how long a lease lives without a
-    heartbeat."""
+    """Most prompts that are computed for other instances at once; and how long a lease lives
+    without a heartbeat."""
 
     def __post_init__(self) -> None:
         _one_of("--splitwise-role", self.role, ROLES)

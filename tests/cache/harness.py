@@ -246,12 +246,12 @@ class CacheHarness:
             self.cache.learn_stored(path, found, now=self.now)
 
     def reset(self):
-        """Works under load: with leases held and transfers in flight."""
+        """Reset the cache under load, with leases held and transfers in flight."""
         self.cache.reset()
         assert self.cache._tree.num_nodes == 0
 
     def close(self):
-        """Liveness: when everything is released, every slot is free."""
+        """Release everything, and check that every slot is free."""
         while self.sequences:
             self.end(self.sequences[-1])
         for plan in [*self.jobs, *self.zombies]:

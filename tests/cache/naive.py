@@ -13,7 +13,7 @@ class NaiveLru:
         self.tick = 0
 
     def blocks(self, tokens):
-        """A block is all tokens up to its end."""
+        """The blocks of `tokens`; each is all tokens up to its end."""
         size = self.block_tokens
         return [tuple(tokens[: end + size]) for end in range(0, len(tokens) - size + 1, size)]
 

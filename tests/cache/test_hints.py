@@ -13,7 +13,7 @@ CLOSED, PENDING = Hint(closed=True), Hint()
 
 
 def serve(cache, path, session="", hint=None, now=0.0, output=0):
-    """A whole request of a session."""
+    """Serve a whole request of `session`, from its match to its release."""
     lease, held = begin(cache, path)
     surplus = cache.commit(lease, path, held, now=now)
     finished = FinishedRequest(len(path.tokens), output, session, hint)

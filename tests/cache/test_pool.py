@@ -278,7 +278,7 @@ class BothForms(RuleBasedStateMachine):
         self.pools = SlotPool(12), native(12)
 
     def both(self, name, *args):
-        """Call a method of both pools; whether it succeeded."""
+        """Call a method of both pools, and return whether it succeeded."""
         results = []
         for pool in self.pools:
             try:

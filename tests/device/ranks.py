@@ -144,7 +144,8 @@ class RankHarness:
 
 
 def mixed_tokens(driver: Driver) -> list[list[int]]:
-    """Prompts longer than a window, decoded together and in chunks, greedy and seeded."""
+    """The output of a prompt longer than a window and of a short one, computed in chunks and
+    decoded together, greedy and seeded."""
     sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
     long = driver.add(prompt(41, seed=1), name="long")
     short = driver.add(prompt(6, seed=2), name="short", params=sampled)

@@ -117,7 +117,7 @@ def test_an_unknown_dtype_is_refused(llama: LoadedModel) -> None:
 
 @pytest.mark.slow
 def test_a_half_precision_model_runs(llama: LoadedModel) -> None:
-    """KV and arithmetic may be in bfloat16, alone and in buffers."""
+    """KV and arithmetic may be in bfloat16, for rows attended alone and in buffers."""
     model = load(llama.model_dir, dtype="bfloat16")
     driver = Driver(model)
     rows = [driver.add(prompt(n), name=str(n)) for n in (20, 30)]

@@ -18,7 +18,8 @@ def warm(pair: EchoPair, family: int) -> list[int]:
 
 
 def serve(pair: EchoPair, name: str, tokens: list[int], *, fail_reads: bool) -> bool:
-    """Serve a hand-off without letting time pass; whether D began to send blocks to P."""
+    """Serve a hand-off without letting time pass; return whether D began to send blocks to
+    P."""
     request = make_handoff(name, tokens)
     pair.decode.add(request)
     was_read = False

@@ -14,7 +14,8 @@ class Loop:
 
 
 class SteppedEvent(threading.Event):
-    """Ends each wait at once, and the watch after the script."""
+    """Ends each wait at once and runs the next step of a script; it is set when the script has
+    ended."""
 
     def __init__(self, looks):
         super().__init__()

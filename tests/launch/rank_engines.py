@@ -22,7 +22,7 @@ def make_prompts(seed: int, *sizes: int) -> list[list[int]]:
 
 
 def make_params(count: int = 12) -> list[SamplingParams]:
-    """Greedy, and seeded."""
+    """Parameters of two prompts: the first is greedy, the second sampled with a seed."""
     return [
         SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
         SamplingParams(temperature=0.8, seed=5, max_tokens=count, ignore_eos=True),

@@ -82,7 +82,8 @@ def play(engine, rng, name):
 
 
 def kill(engine, rng):
-    """When it died, copies in flight had written everything, garbage, or nothing."""
+    """Leave the targets of each copy in flight as a killed engine may: with all bytes, garbage,
+    or nothing."""
     for job in list(engine.copier.pending):
         chance = rng.random()
         if chance < 0.4:

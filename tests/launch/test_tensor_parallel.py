@@ -27,7 +27,7 @@ from tests.waiting import until
 
 @pytest.fixture(scope="module")
 def two_ranks(open_engine: Open, stored_by_one: list[list[int]]) -> Iterator[LLM]:
-    """Opened over the store that one rank has filled."""
+    """An engine of two ranks over the store that one rank has filled."""
     engine = open_engine(tensor_parallel_size=2)
     yield engine
     engine.core.close()

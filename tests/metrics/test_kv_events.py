@@ -105,7 +105,7 @@ def consumer(instance):
 
 
 def until_subscribed(instance, consumer):
-    """A subscription takes a moment; messages published meanwhile are lost."""
+    """Wait until the subscription is active; messages that are published before are lost."""
     while not consumer._sub.poll(10):
         serve(instance.cache, make_path(9))
         instance.cache.reset()

@@ -41,7 +41,7 @@ class SharedMemory(MemoryStorage):
         return super().write(keys, blocks, parents=parents, timeout_s=timeout_s)
 
     def close(self):
-        """Other plug-ins still use it."""
+        """Does nothing: other plug-ins still use the store."""
 
     def _meet_fault(self):
         if self.hang is not None:

@@ -139,7 +139,7 @@ class Harness:
         return unix_s()
 
     def attach(self, stop):
-        """The router's signals: only this."""
+        """Take the function that stops the router, in place of the signals of a process."""
         self.stop = stop
 
     def start(self):

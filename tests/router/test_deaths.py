@@ -155,7 +155,7 @@ def test_a_returned_request_continues_on_its_instance_if_there_is_no_other(clust
 
 
 def read_to_its_end(stream: Stream) -> None:
-    """Bytes in transit may still arrive; then the connection ends."""
+    """Read until the connection ends; bytes in transit may still arrive before."""
     with pytest.raises(BROKEN):
         stream.rest()
     stream.close()
@@ -180,7 +180,7 @@ def outgrow(cluster: Separate, home, prompt: str):
 
 
 def alone(cluster: Separate, prompt: str) -> list[int]:
-    """The output of the later one without the other."""
+    """The tokens of the later of the two streams of `outgrow`, computed alone."""
     cluster.until_balanced()
     answer = cluster.ask(prompt=prompt + "b", max_tokens=MOST)
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]

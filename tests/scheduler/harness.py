@@ -76,7 +76,7 @@ def expected_tokens(
 
 
 def make_storage(block_tokens: int = 4) -> MemoryStorage:
-    """Room for everything."""
+    """Storage with room for every block."""
     form = BlockFormat(fingerprint=bytes(32), block_bytes=8 * block_tokens)
     return MemoryStorage(MemoryConfig(), form)
 
@@ -198,7 +198,7 @@ class Harness:
         return self.scheduler.stats().num_waiting
 
     def sleep(self) -> None:
-        """What a loop without work does: nothing, until a deadline comes."""
+        """Do what a loop without work does: nothing until a deadline."""
         sleep_s = self.core.sleep_s()
         assert sleep_s is not None, "all sequences wait, and none for a deadline"
         self.clock.advance(sleep_s)
@@ -227,14 +227,14 @@ class Harness:
         )
 
     def check(self) -> None:
-        """Every invariant holds, and no free slot is used by a step in flight."""
+        """Check that every invariant holds and no step in flight uses a free slot."""
         self.core.check()
         free = self.cache._device.pool.owned(SlotState.FREE)
         early = np.intersect1d(free, self.runner.in_flight_slots())
         assert not len(early), f"slots {early} were freed with a step in flight"
 
     def check_empty(self) -> None:
-        """Nothing is held, leased or in flight any more."""
+        """Check that nothing is held, leased or in flight any more."""
         stats = self.cache.stats()
         assert (stats.device.held, stats.leases) == (0, 0)
         assert self.scheduler.num_in_flight == 0

@@ -123,7 +123,8 @@ def test_resumed_sequences_are_not_counted_again() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_that_finishes_after_preemption_is_released_once(depth: int) -> None:
-    """Lesson 37: also when the step in flight, as it leaves, turns out to end it."""
+    """Lesson 37: also if it ends by the token of the step that was in flight at the
+    preemption."""
     alone = {r.request_id: expected_tokens(r) for r in make_crowd(4)}
     for at in range(8, 30):
         harness = Harness(num_blocks=20, depth=depth)

@@ -34,7 +34,8 @@ def settle(engine):
 
 
 def park(engine, in_s=10.0):
-    """A session that returns in ten seconds, and others that evict it from the device."""
+    """Serve a session that announces its return in `in_s`, and others that evict it from the
+    device."""
     hint = Hint(returns_in_s=in_s)
     ask(engine, "first", PROMPT, session_id="s", cache_hint=hint)
     for other in range(4):

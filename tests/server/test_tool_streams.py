@@ -14,7 +14,7 @@ ARGUMENTS = '{"path": "a.txt", "text": "some \\"long\\" text"}'
 CALL = f'<tool_call>\n{{"name": "write_file", "arguments": {ARGUMENTS}}}\n</tool_call>'
 ANSWER = f"I write it.\n{CALL}\n{CALL}\nWritten."
 CUT = CALL[: CALL.index(" text")]
-"""Ends inside a string of the arguments."""
+"""A call that ends inside a string of its arguments."""
 
 DAMAGED = CALL.replace("}}", "]}}")
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}

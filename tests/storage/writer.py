@@ -29,8 +29,8 @@ BLOCK_BYTES = 256 << 10
 
 
 def open_writer(path: str) -> FileStorage:
-    """Room for few blocks, so that slots are reused all the time; one thread, so that the n-th
-    write is always the same."""
+    """Storage with room for few blocks, so that slots are reused all the time, and with one
+    thread, so that the n-th write is always the same."""
     form = make_format(block_bytes=BLOCK_BYTES)
     config = FileConfig(
         path=path, capacity_bytes=4 << 20, slab_bytes=2 << 20, reserve_bytes=0, num_threads=1
@@ -54,7 +54,8 @@ def write_some(storage: FileStorage, run: str, num_blocks: int) -> None:
 
 
 def write_and_die(storage: FileStorage, last: int) -> None:
-    """Torn at the worst place: half of the bytes are written when the process is killed."""
+    """Write until the `last`-th write, and kill this process when half of its bytes are
+    written."""
     counter = itertools.count(1)
     real_pwrite, real_pwritev = os.pwrite, os.pwritev
 

@@ -65,7 +65,7 @@ def measure_encode(num_sequences: int, *, num_steps: int) -> dict[str, float]:
 
 
 def _make_scheduler(num_sequences: int, block: int, length: int) -> Scheduler:
-    """All sequences wait; the first step computes every prompt."""
+    """A scheduler in which all sequences wait; its first step computes every prompt."""
     blocks = num_sequences * (length // block + 2)
     config = SchedulerConfig(
         max_model_len=length + 1,

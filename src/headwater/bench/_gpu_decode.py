@@ -133,7 +133,7 @@ class Traffic:
             self._start()
 
     def end(self) -> float:
-        """Stop, and return the rate from the begin to the end of the last copy."""
+        """Stop, and return the rate from the call of `begin` to the end of the last copy."""
         while self._mover.num_in_flight:
             self._mover.completions.wait(10)
             self._done += len(self._mover.take(now=0.0))

@@ -109,7 +109,7 @@ def _fill(connected: socket.socket, view: memoryview) -> bool:
 
 
 def _ignore(event: LinkEvent) -> None:
-    """The near end uses its own outcomes."""
+    """Does nothing: the near end uses its own outcomes."""
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ class _Habit:
     """Chance that a turn is the last."""
 
     opens: float
-    """Mean ids of its first prompt, after the shared beginning."""
+    """Mean number of ids in its first prompt, after the shared beginning."""
 
     grows: float = 2.0
-    """Mean ids that a turn adds."""
+    """Mean number of ids that a turn adds."""
 
     output: float = 300.0
     beginnings: list[range] = field(default_factory=lambda: [range(4)])

@@ -152,7 +152,7 @@ class ModelRound:
     """A workload on the built-in model with tiers that fail; `run` it once."""
 
     def __init__(self, seed: int, folder: Path | None, right: RightTokens) -> None:
-        """Stores in `folder`, or in memory."""
+        """Storage is in `folder`, or in memory if that is None."""
         self._dice = Random(seed)
         self._right = right
         self._wanted = [
@@ -262,7 +262,8 @@ class ModelRound:
 
 
 def make_request(name: str, family: int, num_tokens: int, max_tokens: int) -> Request:
-    """Prompts of one family have the same beginning; greedy, up to the given length."""
+    """A greedy request for up to `max_tokens` tokens. Prompts of one family have the same
+    beginning."""
     tokens = np.random.default_rng(family).integers(5, 250, _LONGEST)[:num_tokens]
     params = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True)
     return Request(

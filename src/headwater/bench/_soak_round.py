@@ -65,7 +65,7 @@ class EchoRound:
     """A workload on an engine whose executors are unreliable; `run` it once."""
 
     def __init__(self, seed: int, folder: Path | None) -> None:
-        """Stores in `folder`, or in memory."""
+        """Storage is in `folder`, or in memory if that is None."""
         self._dice = Random(seed)
         self._block_tokens = self._dice.choice((2, 4, 8))
         self._requests = self._make_requests()

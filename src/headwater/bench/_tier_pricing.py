@@ -25,7 +25,8 @@ _NEW_BLOCKS = 1
 """Trace blocks that the second request of a session adds."""
 
 _SEEDS = range(1, 9)
-"""In loaded cells `wait` lets half of the requests wait long; its median moves with the seed."""
+"""Several seeds, because in loaded cells `wait` lets about half of the requests wait long, and
+then their median depends on the seed."""
 
 _SLOW = {
     "device_to_host": 2e9,

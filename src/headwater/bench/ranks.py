@@ -142,7 +142,7 @@ def _start_rank(opened: ExitStack) -> RankChannel:
 
 
 def _make_core(runner: Any, num_sequences: int, options: Namespace) -> EngineCore:  # noqa: ANN401 - either of them
-    """All sequences wait; the first step computes every prompt."""
+    """An engine in which all sequences wait; its first step computes every prompt."""
     length = options.context + options.steps + 2
     config = SchedulerConfig(
         max_model_len=length + 1,

@@ -321,12 +321,13 @@ def native_class(native: type) -> type[SlotPool]:
     """The pool class with the operations of the native type."""
 
     class NativeSlotPool(native, SlotPool):  # type: ignore[misc]  # known at run time only
-        """What both classes have is taken from the native type."""
+        """A `SlotPool` with the operations of the native type, which come first in the order of
+        bases."""
 
         __slots__ = ()
 
         def __init__(self, num_slots: int) -> None:
-            """Nothing: the native type is complete."""
+            """Does nothing: the native type is complete after its construction."""
 
     return NativeSlotPool
 

@@ -212,7 +212,8 @@ class TieredCache(CacheParts):
         return self._sessions.take_due(until_s)
 
     def adopt_host(self, runs: Sequence[AdoptedRun], *, now: float) -> None:
-        """Make blocks findable that an earlier engine left in host slots, before any request.
+        """Make blocks findable that an earlier engine left in host slots. Call it before any
+        request.
 
         Each run comes after the run before it on its path.
         """

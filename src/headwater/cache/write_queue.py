@@ -125,17 +125,18 @@ class EvictionWindow:
         return nodes
 
     def finish_search(self) -> None:
-        """All nodes of the window are written or being written."""
+        """Note that all nodes of the window are written or being written."""
         self._searched_at, self._searched_state = self._used, self._state
 
     @property
     def _state(self) -> tuple[int, int]:
-        """Changes when a node becomes evictable, and at other times."""
+        """A value that changes whenever a node becomes evictable, and sometimes without
+        that."""
         return self._device.evictable, self._device.evicted
 
     @property
     def _used(self) -> int:
-        """Grows by one with each device block that is taken."""
+        """A number that grows by one with each device block that is taken."""
         return self._device.evicted - self._device.pool.num_free
 
 

@@ -195,8 +195,8 @@ def _free_name(wanted: str) -> str:
 
 
 def _share_token(spec: "ClusterSpec", path: Path) -> None:
-    """Children get the secret through the environment. The file is for instances that are
-    started by hand."""
+    """Put the secret of the cluster into the environment, from which children get it, and into
+    a file for instances that are started by hand."""
     if spec.peer_token_file is None:
         os.environ.setdefault("HEADWATER_PEER_TOKEN", secrets.token_hex(16))
         path.touch(mode=0o600)

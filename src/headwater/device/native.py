@@ -104,7 +104,8 @@ class _Buffers(ctypes.Structure):
 
 
 def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Buffers:
-    """Strides of keys or values and of scores, whose rows are all dense."""
+    """The lengths and strides that the C source needs. Rows of keys, values and scores are
+    dense."""
     lengths = spans.lengths
     return _Buffers(
         *(lengths.data_ptr(), len(lengths), spans.kv_heads),

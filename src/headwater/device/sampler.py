@@ -136,7 +136,8 @@ class LogprobTable:
         self._found = [fetch(part) for part in (picked[:, 0], ranks, top.values, top.indices)]
 
     def read(self) -> list[TokenLogprobs | None]:
-        """Per row; None if not requested. The device must have finished the step."""
+        """The log-probabilities of each row; None for a row that did not request them. The
+        device must have finished the step."""
         found: list[TokenLogprobs | None] = [None] * self._num_rows
         if not self._wanted:
             return found

@@ -49,7 +49,8 @@ def _native() -> type | None:
 
 
 def _flags() -> tuple[str, ...]:
-    """The versions are among the flags, so that each gets a library of its own."""
+    """Flags of the compiler. They name the versions of Python and numpy, so that each pair of
+    versions gets its own library."""
     abi = f"{sysconfig.get_config_var('SOABI')} {np.__version__}"
     headers = (sysconfig.get_path("include"), sysconfig.get_path("platinclude"))
     folders = dict.fromkeys((*headers, np.get_include()))

@@ -47,7 +47,7 @@ _COUNTERS = (
 """Counters that are in the arrays instead of in the sequence."""
 
 _LIMITS = ("schedulable_end", "max_computed", "commit_at", "num_tokens_end")
-"""Numbers that are in both; the sequence changes them rarely."""
+"""Numbers that are both in the arrays and in the sequence, which changes them rarely."""
 
 _FIELDS = (*_COUNTERS, *_LIMITS, "num_settled", "entry")
 

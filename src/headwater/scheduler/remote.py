@@ -65,8 +65,8 @@ class Handoffs:
         return self._table.take_computed()
 
     def expect(self, sequence: Sequence) -> None:
-        """Add a sequence that another instance computes. It needs nothing here until it is
-        invited."""
+        """Add a sequence whose prompt another instance computes. It takes no slots before
+        `invite`."""
         self._table.move(sequence, SequenceState.REMOTE)
 
     def invite(self, sequence: Sequence) -> None:

@@ -372,7 +372,7 @@ class SequenceOutput:
 
     request_id: RequestId
     tokens: list[int]
-    """Sampled since the last output, including a stop token."""
+    """Tokens sampled since the last output, including a stop token."""
 
     logprobs: list[TokenLogprobs | None]
     """One entry per token; None if none were requested."""

@@ -242,7 +242,8 @@ class Sequence:
     def begin(
         self, lease: Lease | None, slots: Slots, overlap: OverlappedLoad | None = None
     ) -> None:
-        """Start running with leased blocks, then blocks of an overlapped load, then `slots`."""
+        """Start running. Its block table has the leased blocks, then those of an overlapped
+        load, then `slots`."""
         num_leased = 0 if lease is None else lease.num_blocks
         self.lease = lease
         self.num_found = num_leased * self._block_tokens

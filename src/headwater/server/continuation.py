@@ -42,7 +42,7 @@ class ContinuationMark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     """The choice is complete."""
 
     is_part: bool = False
-    """The event belongs to the next one that has another mark; it is sent together with it."""
+    """The event is sent together with the next one that has another mark."""
 
     has_failed: bool = False
     """The event is a failure of this instance; another instance may succeed."""

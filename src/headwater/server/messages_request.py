@@ -33,7 +33,8 @@ from headwater.server.schema import (
 T = TypeVar("T")
 
 _HOUR = ReturnsIn(returns_in_s=(3600.0 - 30.0) / 2)
-"""Announced return time with which a session is kept for an hour: twice that time plus 30 s."""
+"""Hint that keeps a session for an hour: the cache keeps a session for twice its announced
+return time plus 30 s."""
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a block that changes with every request. The block

@@ -37,7 +37,7 @@ class BlockArray:
     stands for the memory of a device, whose copies `device` controls."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, seed: int | None = None) -> None:
-        """Zeros, or random bytes of a seed."""
+        """The memory is zeros, or random bytes made from `seed`."""
         self.block_bytes = block_bytes
         pages = SharedPages(num_slots * block_bytes)
         self.memory = pages.memory

@@ -44,7 +44,7 @@ class PrefixUse:
         """Identifies the run in the samples that tell whether it is used again."""
         self.traits = traits
         self.separate = False
-        """Whether the run is a last piece that is not full."""
+        """Whether the run is the last piece of its path and not full."""
         self.sample = -1
         """Index in the log of samples."""
 

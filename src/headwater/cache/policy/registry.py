@@ -10,7 +10,7 @@ POLICIES = {
     "s3fifo": "headwater.cache.policy.s3fifo",
     "session": "headwater.cache.shadow_comparison",
 }
-"""The module whose `make_orders` creates each policy."""
+"""For each policy, the module whose `make_orders` creates it."""
 
 
 def make_orders(name: str, shape: Shape) -> Orders:

@@ -17,7 +17,8 @@ from headwater.device.spans import SpanLengths
 
 
 class BatchedDecodes:
-    """The decode rows of one step, in buffers `[0, end)`; buffers between them are idle."""
+    """The decode rows of one step, in buffers `[0, end)`; a buffer among these without a row is
+    idle."""
 
     def __init__(
         self,

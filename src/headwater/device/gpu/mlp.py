@@ -22,7 +22,7 @@ class RankSum(NamedTuple):
 
     sum: Callable[[Tensor], Tensor]
     is_first: bool
-    """The residual is added on one rank only."""
+    """Whether this rank adds the residual; only one does."""
 
 
 class RmsNorm(NamedTuple):

@@ -73,7 +73,8 @@ class PendingLogprobs:
         self._host, self._places, self._num_top = host, places, num_top
 
     def read(self) -> list[TokenLogprobs | None]:
-        """Per sampled row; None if not requested. The device must have finished."""
+        """The log-probabilities of each sampled row; None for a row that did not request them.
+        The device must have finished."""
         ints = self._host.numpy()
         floats = ints.view(np.float32)
         found: list[TokenLogprobs | None] = [None] * len(self._places)

@@ -34,7 +34,7 @@ def warm_chunks(pool: KVPool, heads: int, variant: Variant) -> None:
 
 
 def _work(pool: KVPool, heads: int, tile: int, num_parts: int) -> ChunkWork:
-    """One query that sees itself, in slot 0."""
+    """The work of one query, which sees only itself, in slot 0."""
 
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=pool.device)

@@ -159,7 +159,7 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
           GATED: tl.constexpr, ADDED: tl.constexpr, ACTIVATION: tl.constexpr,
           STAGES: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
           REQUESTED: tl.constexpr):  # fmt: skip
-    """`GROUPS` groups of `GROUP` inputs per iteration."""
+    """`N` outputs; an iteration reads `GROUPS` groups of `GROUP` inputs."""
     if REQUESTED > 0:
         lines: tl.constexpr = 2 * N if GATED else N
         width: tl.constexpr = SIZE // 2 if CODE >= 2 else SIZE

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 LARGE_TILE = 128
-"""Queries in a tile, unless there are few or they are large."""
+"""Queries in a tile of long chunks with small heads; `tile_queries` chooses for the others."""
 
 
 def tile_queries(dtype: torch.dtype, head_dim: int, longest: int) -> int:

@@ -213,7 +213,7 @@ class SessionCachePolicy(CachePolicy):
             order.add(node, now)
 
     def _order_all(self) -> None:
-        """Every node that may be evicted has a place from now on."""
+        """Give a place in the order to every node that may be evicted."""
         now, order = self.clock.now(), self._evictable
         for node in self._unordered:
             order.add(node, now)

@@ -135,12 +135,12 @@ class Table:
         self._tell()
 
     def prepare(self, slot: int) -> None:
-        """The slot is about to be written: from now on it is empty. Other processes are not
-        notified; what they read there fails verification."""
+        """Note that the slot is empty, because it is about to be written. Other processes are
+        not notified; what they read there fails verification."""
         self._write(slot, _EMPTY)
 
     def clear(self, slot: int) -> None:
-        """The slot is empty from now on."""
+        """Note that the slot is empty, and let other processes notice it."""
         self._write(slot, _EMPTY)
         self._tell()
 
