@@ -20,7 +20,8 @@ def make_path(*blocks, **kwargs):
 
 
 def begin(cache, path, owner="r"):
-    """Match, lease and take: a sequence that is ready to compute; (lease, held slots)."""
+    """Match, lease and take, so that a sequence can compute; return its lease and its held
+    slots."""
     lease = cache.lease(cache.match(path), owner=owner, now=0.0)
     held = cache.take(path.num_blocks(BLOCK) - lease.num_blocks, now=0.0)
     assert held is not None

@@ -51,7 +51,7 @@ class Watch:
             self.complaints.append(message.text)
 
     def open(self, url, key=None):
-        """With a `key`, as if a user had typed it in."""
+        """Open a page. A `key` is used as if a user had typed it in."""
         if key is not None:
             self.page.add_init_script(f"sessionStorage.setItem('headwater-key', '{key}')")
         self.page.goto(url + "/dashboard")

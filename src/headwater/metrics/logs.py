@@ -32,7 +32,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
-    """Log to standard error from now on; `speaker` is the format of the name in text lines."""
+    """Log to standard error from now on. In text lines `speaker` is before each message; by
+    default it is the name of the logger."""
     text = f"%(asctime)s %(levelname)s {speaker}: %(message)s"
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))

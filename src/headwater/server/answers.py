@@ -55,7 +55,8 @@ class CacheDetails(Struct, kw_only=True):
 
 
 class PromptTokensDetails(Struct, kw_only=True):
-    """`cached_tokens` is always present, 0 when nothing hit."""
+    """Where the prompt's tokens came from. `cached_tokens` is always present, 0 when nothing
+    hit."""
 
     cached_tokens: int
     cache: CacheDetails | UnsetType = UNSET

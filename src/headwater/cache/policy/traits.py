@@ -77,15 +77,16 @@ class Traits:
         self._base = number * _NUM_KINDS
 
     def trunk(self) -> int:
-        """Many sessions begin with this run. Nothing else about it matters."""
+        """Traits of a run with which many sessions begin, whatever else is known about it."""
         return _TRUNK
 
     def partial(self, *, again: bool) -> int:
-        """A last block that is not full; `again` if the whole prompt was used before."""
+        """Traits of a last block that is not full; `again` if the whole prompt was used
+        before."""
         return _PARTIAL_AGAIN if again else _PARTIAL
 
     def used(self, times: int) -> int:
-        """A run that was used this many times, including by this request."""
+        """Traits of a run that was used this many times, this request included."""
         return self._base + _FIRST_USE - 1 + bisect_right(_USES, times)
 
 

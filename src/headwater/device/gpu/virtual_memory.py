@@ -116,7 +116,7 @@ class ExportedMemory:
     """New device memory and the descriptor with which peers can map it."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """DeviceError if there is not enough memory, or none that can be exported."""
+        """Raises DeviceError if there is not enough memory, or none that can be exported."""
         torch.cuda.synchronize(device)  # creates the context
         torch.cuda.empty_cache()  # memory that torch keeps for later is not free for the driver
         driver = Driver(device)
