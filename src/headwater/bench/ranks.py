@@ -84,7 +84,7 @@ class _RankedNullRunner(_NullRunner):
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark and print a table, or JSON."""
     options = read_flags(_parser(), argv)
     if options.quick:
         options.steps = 600

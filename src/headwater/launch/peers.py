@@ -75,7 +75,8 @@ def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
 
 
 def _device_blocks(host: HostMemory) -> tuple[Memory, DeviceMemory | None]:
-    """The blocks for hand-offs, and the device memory that peers may map, if they may."""
+    """The blocks for hand-offs, and the device memory that peers may map; None if they may map
+    none."""
     if host.copies is not None:
         from headwater.device.parallel.copier import RankedBlocks
 

@@ -38,7 +38,8 @@ class TimeSeries:
         self._next_s = times.start_s
 
     def fill(self, now: float, row: Callable[[], Row]) -> None:
-        """`row` is the state until `now`."""
+        """Fill the samples before `now` that are not filled yet with `row`, the state until
+        `now`."""
         if now < self._next_s:
             return
         taken = row()
