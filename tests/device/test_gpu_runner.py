@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.clock import SystemClock
 from headwater.device.families import FUSED, SERVED
 from headwater.device.model import LoadedModel, load
 from headwater.scheduler.request import SamplingParams
@@ -130,6 +131,23 @@ def test_two_steps_in_flight_equal_one(on_gpu: LoadedModel, num_rows: int) -> No
         return {row.name: row.output for row in rows}
 
     assert tokens_of(carried) == tokens_of(plain)
+
+
+def test_a_step_has_the_time_of_the_device(on_gpu: LoadedModel) -> None:
+    """A result that is collected late does not make its step longer: its time ends when the
+    device has finished it."""
+    driver, clock = make_driver(on_gpu), SystemClock()
+    row = driver.add(prompt(9), name="row")
+    driver.finish(row, count=2)
+    began_s = clock.now()
+    driver.submit((row, 1))
+    torch.cuda.synchronize()
+    done_s = clock.now()
+    driver.submit((row, 1))
+    first, second = driver.collect(), driver.collect()
+
+    assert 0 < first.seconds <= done_s - began_s
+    assert 0 < second.seconds <= clock.now() - done_s
 
 
 WAYS = [

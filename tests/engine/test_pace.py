@@ -1,8 +1,11 @@
 """Measured costs of steps, from which the scheduler chooses how many prompt tokens fit into one."""
 
+import numpy as np
 import pytest
 
-from headwater.engine.pace import StepCostEstimator
+from headwater.engine.pace import RateEstimator, StepCostEstimator
+from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.types import RequestId
 
 
 def test_a_host_that_collects_late_does_not_raise_the_cost_of_a_decode_step():
@@ -35,3 +38,34 @@ def test_decode_steps_are_measured_by_their_number_of_rows():
     costs.note_decode(10, 0.005)
 
     assert costs.costs.decode_s == pytest.approx(0.005)
+
+
+def test_the_time_that_the_device_measured_counts_not_when_the_host_collected():
+    """Nearly every decode step is followed by a mixed one, whose launches delay its collection.
+    Then no number of steps would correct the estimate: 31 ms between tokens became 52."""
+    rates = RateEstimator()
+    for step in range(50):
+        rates.note(make_decode(step), 0.1 * step, None, 0.1 * step)
+        result = StepResult(
+            step=step, tokens=np.ones(100, dtype=np.int32), logprobs=[], seconds=0.009
+        )
+        rates.note(None, 0.0, result, 0.1 * step + 0.020)
+
+    assert rates.step_costs.costs.decode_s == pytest.approx(0.009)
+
+
+def make_decode(step):
+    """A step that decodes a hundred rows."""
+    every = np.arange(101, dtype=np.int32)
+    return ScheduledBatch(
+        step=step,
+        request_ids=[RequestId("")] * 100,
+        tokens=every[:100],
+        positions=every[:100],
+        query_start=every,
+        context_lens=every[1:],
+        block_tables=[],
+        sampled=every[:100],
+        params=[],
+        carry=every[:100],
+    )

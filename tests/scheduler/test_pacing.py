@@ -9,6 +9,8 @@ from headwater.scheduler.batch import StepBudget
 from headwater.scheduler.pacing import (
     ADAPTIVE_ITL,
     AGE_FACTOR,
+    GRAPH_CHUNK_TOKENS,
+    MAX_SHORT_STEPS,
     MAX_UNFINISHED,
     ItlTarget,
     StepCosts,
@@ -177,6 +179,82 @@ def test_no_prompt_starves_however_many_short_ones_arrive(
         assert spent <= bound, f"{long_tokens} tokens wait for {spent}"
 
     assert engine.outputs["long"] == expected_tokens(long)
+
+
+def test_short_prompts_are_spread_over_steps_that_stay_short():
+    """Twenty-four prompts of 40 tokens arrive while four sequences decode. All would fit the
+    target together; spread, no step computes more than the tokens that a graph holds, and none
+    waits for more than a few steps."""
+    target = ItlTarget(min_s=10.0, short_share=0.8)
+    engine = serve(8192, itl=target, max_num_seqs=64)
+    for number in range(4):
+        engine.add(make_request(f"decoding-{number}", prompt(8, number), max_tokens=80))
+    for _ in range(5):
+        engine.step()
+    before = len(engine.batches)
+    requests = [
+        make_request(f"short-{number}", prompt(40, 10 + number), max_tokens=4)
+        for number in range(24)
+    ]
+    for request in requests:
+        engine.add(request)
+    engine.run()
+
+    sizes = [len(batch.tokens) - batch.num_rows for batch in engine.batches[before:]]
+    assert max(sizes) <= GRAPH_CHUNK_TOKENS
+    assert 4 <= sum(size > 0 for size in sizes) <= MAX_SHORT_STEPS
+    for request in requests:
+        assert engine.outputs[str(request.request_id)] == expected_tokens(request)
+
+
+def test_a_long_queue_of_short_prompts_is_not_spread():
+    """It would take more than a few steps, so the target alone decides."""
+    target = ItlTarget(min_s=10.0, short_share=0.8)
+    engine = serve(8192, itl=target, max_num_seqs=256)
+    engine.add(make_request("decoding", prompt(8, 1), max_tokens=80))
+    for _ in range(5):
+        engine.step()
+    before = len(engine.batches)
+    for number in range(80):
+        engine.add(make_request(f"short-{number}", prompt(40, 10 + number), max_tokens=1))
+    engine.step()
+
+    assert len(engine.batches[before].tokens) > GRAPH_CHUNK_TOKENS
+
+
+def test_a_long_prompt_begins_in_the_step_after_the_short_ones():
+    """Its chunk would make their step a long one; the next step computes it."""
+    target = ItlTarget(min_s=10.0, short_share=0.8)
+    engine = serve(8192, itl=target, max_num_seqs=64)
+    engine.add(make_request("decoding", prompt(8, 1), max_tokens=80))
+    for _ in range(5):
+        engine.step()
+    before = len(engine.batches)
+    engine.add(make_request("short", prompt(40, 2), max_tokens=1))
+    engine.add(make_request("long", prompt(2000, 3), max_tokens=1))
+    engine.step()
+    engine.step()
+
+    first, second = (batch.request_ids for batch in engine.batches[before : before + 2])
+    assert "short" in first
+    assert "long" not in first
+    assert "long" in second
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        (StepCosts(), 256),
+        (StepCosts(decode_s=0.006, token_s=24e-6), 200),
+        (StepCosts(decode_s=0.010, token_s=24e-6), 256),
+        (StepCosts(decode_s=0.0165, token_s=24e-6), float("inf")),
+        (StepCosts(decode_s=0.001, token_s=24e-6), 64),
+    ],
+)
+def test_tokens_of_short_prompts_follow_the_decode_step(costs, expected):
+    """Where decode steps are longer than the launches of a step, nothing is spread."""
+    assert ADAPTIVE_ITL.short_tokens(costs) == expected
+    assert ItlTarget(min_s=0.03).short_tokens(costs) == float("inf")
 
 
 def test_a_step_with_decodes_stays_within_its_target():

@@ -151,7 +151,7 @@ class RateEstimator:
         if batch is not None:
             self._submitted.append((_shape(batch), submitted_s))
         if result is not None:
-            self._end_step(collected_s)
+            self._end_step(collected_s, result.seconds)
 
     def rates(self, mover: Mover, now: float) -> MeasuredRates:
         """The current rates. They are computed again after a new measurement and once per
@@ -169,17 +169,19 @@ class RateEstimator:
             offload_blocks_s=mover.fastest_blocks_s("device_to_host"),
         )
 
-    def _end_step(self, now: float) -> None:
+    def _end_step(self, now: float, device_s: float) -> None:
         """The oldest step ended. Time in which it waited for the previous step does not
         count."""
         shape, began_s = self._submitted.popleft()
         seconds = now - max(began_s, self._last_s)
         self._last_s = now
         if not shape.is_delayed:
+            # A step may be collected late, because the host was launching another one.
+            cost_s = device_s or seconds
             if shape.chunk_cost:
-                self.step_costs.note_chunks(shape.num_decodes, shape.chunk_cost, seconds)
+                self.step_costs.note_chunks(shape.num_decodes, shape.chunk_cost, cost_s)
             else:
-                self.step_costs.note_decode(shape.num_rows, seconds)
+                self.step_costs.note_decode(shape.num_rows, cost_s)
         if shape.num_tokens >= _PREFILL_SHARE * shape.num_rows:
             if self._tokens and not shape.is_delayed:
                 expected_s = shape.num_tokens * self._seconds / self._tokens

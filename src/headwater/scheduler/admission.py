@@ -60,6 +60,9 @@ class _AdmissionResult(Enum):
     """Enough long prompts are being computed. Shorter prompts may start before this one until
     it is old; see `pacing`."""
 
+    NEXT = auto()
+    """A later step starts it, and everything behind it: this step is full of short prompts."""
+
     LOADING = auto()
     """It waits for blocks that are being loaded from a lower tier."""
 
@@ -168,7 +171,7 @@ class Admission:
                 if sequence.state is SequenceState.PREFILL:
                     chunks.append(budget.spend_chunk(sequence))
                 patience -= _count_passes(blocked)
-            elif result is _AdmissionResult.HELD:
+            elif result in (_AdmissionResult.HELD, _AdmissionResult.NEXT):
                 num_held += 1
             elif result is _AdmissionResult.BLOCKED:
                 blocked.append(sequence)
@@ -180,7 +183,8 @@ class Admission:
                     lend_place(sequence, self._blocks.block_tokens, clock)
             if result is not _AdmissionResult.ADMITTED:
                 self.recheck_s = min(self.recheck_s, _wait_end_s(sequence, now))
-            if not budget.has_room or patience <= 0 < len(blocked):
+            is_full = not budget.has_room or result is _AdmissionResult.NEXT
+            if is_full or patience <= 0 < len(blocked):
                 break
             if len(blocked) > self._config.lookahead or num_waiters >= self._max_waiters:
                 break
@@ -264,8 +268,9 @@ class Admission:
             return _AdmissionResult.BLOCKED
         if budget is not None and not sequence.receives:
             found = 0 if match is None else match.device_blocks * self._blocks.block_tokens
-            if self._is_held(sequence, found, budget):
-                return _AdmissionResult.HELD
+            deferral = self._deferral(sequence, found, budget)
+            if deferral is not None:
+                return deferral
         if not self._blocks.begin(sequence, match, now):
             return _AdmissionResult.BLOCKED
         sequence.is_counted = True
@@ -279,6 +284,16 @@ class Admission:
         if sequence.usage is not None:
             self._totals.count_admission(sequence.usage)
         return _AdmissionResult.ADMITTED
+
+    def _deferral(
+        self, sequence: Sequence, num_found: int, budget: StepBudget
+    ) -> _AdmissionResult | None:
+        """Why `sequence`, of which this many tokens are cached, starts in a later step although
+        it has room; None if it starts now."""
+        num_lacking = sequence.num_tokens - num_found
+        if budget.postpones(num_found, num_lacking, len(self._table.waiting)):
+            return _AdmissionResult.NEXT
+        return _AdmissionResult.HELD if self._is_held(sequence, num_found, budget) else None
 
     def _is_held(self, sequence: Sequence, num_found: int, budget: StepBudget) -> bool:
         """Whether `sequence` would exceed the number of long prompts. A prompt that the step

@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.scheduler.decode_rows import Counts, RowStep
-from headwater.scheduler.pacing import NEW_SHARE, affordable_tokens, chunk_cost
+from headwater.scheduler.pacing import (
+    GRAPH_CHUNK_KEYS,
+    MAX_SHORT_STEPS,
+    NEW_SHARE,
+    affordable_tokens,
+    chunk_cost,
+)
 from headwater.scheduler.request import SamplingParams, TokenLogprobs
 from headwater.scheduler.sequence import Sequence
 from headwater.types import JobId, RequestId, Slots, Tokens
@@ -116,6 +122,9 @@ class StepResult:
 
     failures: dict[int, str] = field(default_factory=dict)
     """Why no token can be chosen for a row, by sampled row."""
+
+    seconds: float = 0.0
+    """How long the device took for the step; 0 if the runner does not measure it."""
 
 
 class Chunk(NamedTuple):
@@ -271,7 +280,8 @@ def _carry(
 class StepBudget:
     """Tokens left in the step being scheduled, and places left for new sequences."""
 
-    __slots__ = ("_max_chunk", "cost", "num_places", "num_tokens")
+    __slots__ = ("_max_chunk", "_num_chunks", "_short_keys", "_short_tokens", "cost",
+                 "num_places", "num_tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -280,12 +290,17 @@ class StepBudget:
         num_places: int,
         max_chunk: int | None = None,
         cost: float = inf,
+        short_tokens: float = inf,
     ) -> None:
-        """`cost` bounds what chunks cost together, in prompt tokens without context."""
+        """`cost` bounds what chunks cost together, in prompt tokens without context. The step
+        should have at most `short_tokens` tokens of short prompts, if it has no others."""
         self.num_tokens = num_tokens
         self.num_places = num_places
         self.cost = cost
         self._max_chunk = max_chunk or num_tokens
+        self._short_tokens = short_tokens
+        self._short_keys: float = inf if short_tokens == inf else GRAPH_CHUNK_KEYS
+        self._num_chunks = 0
 
     @property
     def has_room(self) -> bool:
@@ -301,6 +316,15 @@ class StepBudget:
         """Whether the step can compute this many tokens after `start` others."""
         fits = num_tokens <= min(self.num_tokens, self._max_chunk)
         return fits and chunk_cost(start, num_tokens) <= self.cost
+
+    def postpones(self, start: int, num_tokens: int, num_waiting: int) -> bool:
+        """Whether a prompt that lacks this many tokens after `start` others should begin in a
+        later step: this step has only short prompts so far and would become much longer, and
+        the `num_waiting` sequences do not need many such steps."""
+        if not self._num_chunks or num_waiting > MAX_SHORT_STEPS * self._num_chunks:
+            return False
+        num_keys = num_tokens * (start + num_tokens)
+        return num_tokens > self._short_tokens or num_keys > self._short_keys
 
     def hold_for_prefills(self, num_lacking: int) -> int:
         """Reserve tokens for prefills that lack this many; the rest is for new sequences. At
@@ -331,6 +355,11 @@ class StepBudget:
             num_tokens = min(num_tokens, affordable_tokens(start, self.cost))
         self.num_tokens -= num_tokens
         self.cost -= chunk_cost(start, num_tokens)
+        self._num_chunks += 1
+        self._short_tokens -= num_tokens
+        self._short_keys -= num_tokens * (start + num_tokens)
+        if self._short_tokens < 0 or self._short_keys < 0:  # not a step of short prompts
+            self._short_tokens = self._short_keys = inf
         return Chunk(sequence, num_tokens)
 
 

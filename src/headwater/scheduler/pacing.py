@@ -50,6 +50,17 @@ estimates."""
 _CHUNK_STEP = 64
 """Budgets are multiples of this: kernels compute tokens in tiles."""
 
+GRAPH_CHUNK_TOKENS = 256
+"""Most tokens of chunks that a GPU computes as decode rows, in a captured graph. Up to about here
+a product is bound by reading the weights."""
+
+GRAPH_CHUNK_KEYS = 1 << 16
+"""Most keys that such rows may read. Reading them takes a tenth of the step of a model with 8
+billion weights; a chunk would read each key only once."""
+
+MAX_SHORT_STEPS = 8
+"""Most steps over which waiting short prompts are spread."""
+
 
 class StepCosts(NamedTuple):
     """Measured costs of recent steps."""
@@ -79,6 +90,11 @@ class ItlTarget:
     """Smallest share of the target for prompt tokens, even if a step then takes longer. If the
     host needs the whole target to launch a step, more tokens in it cost nothing."""
 
+    short_share: float = 0.0
+    """Short prompts that wait together are spread over a few steps, so that a step takes at most
+    this share of a decode step for them and runs in a graph. 0, or decode steps longer than the
+    launches of a step, computes them as early as the target allows."""
+
     def __post_init__(self) -> None:
         if not 0.0 < self.min_s < inf:
             raise ConfigError(f"the time between tokens must be positive, got {self.min_s} s")
@@ -98,8 +114,19 @@ class ItlTarget:
         num_tokens = int(max(left_s, self.prompt_share * target_s) / costs.token_s)
         return max(num_tokens // _CHUNK_STEP * _CHUNK_STEP, _MIN_CHUNK)
 
+    def short_tokens(self, costs: StepCosts) -> float:
+        """Tokens of short prompts in one step; infinite if they are not spread."""
+        if not self.short_share:
+            return inf
+        if not costs.token_s or not costs.decode_s:
+            return GRAPH_CHUNK_TOKENS
+        num_tokens = int(self.short_share * costs.decode_s / costs.token_s)
+        if num_tokens >= 2 * GRAPH_CHUNK_TOKENS:
+            return inf  # the device needs longer for a step than its launches take
+        return min(max(num_tokens, _CHUNK_STEP), GRAPH_CHUNK_TOKENS)
 
-ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=4.0, prompt_share=0.6)
+
+ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=4.0, prompt_share=0.6, short_share=0.8)
 """The default target on a GPU."""
 
 

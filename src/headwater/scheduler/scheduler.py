@@ -324,14 +324,17 @@ class Scheduler:
     def _budget(self, num_decodes: int) -> StepBudget:
         """What the next step may compute in addition to its decodes, which wait for the whole
         step."""
-        config, cost = self.config, inf
+        config, cost, short_tokens = self.config, inf, inf
         if num_decodes and config.itl is not None:
             cost = config.itl.chunk_tokens(self._costs)
+            if not self._table.prefilling:
+                short_tokens = config.itl.short_tokens(self._costs)
         return StepBudget(
             num_tokens=config.max_batched_tokens - num_decodes,
             num_places=config.max_num_seqs - self._table.num_running,
             max_chunk=config.long_prefill_tokens,
             cost=cost,
+            short_tokens=short_tokens,
         )
 
     def _grow_decodes(self, singles: list[Sequence], now: float) -> bool:

@@ -22,6 +22,7 @@ from headwater.device.kernels.ints import copy_ints
 from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray
+from headwater.scheduler.pacing import GRAPH_CHUNK_KEYS, GRAPH_CHUNK_TOKENS
 
 _ALIGN = 16
 """Sections begin at multiples of this many integers."""
@@ -29,15 +30,6 @@ _ALIGN = 16
 _LT_ROWS = range(17, 65)
 """Numbers of rows for which cuBLASLt is faster than cuBLAS: 3 % of a step of 32 rows on an
 H200."""
-
-_MAX_CHUNK_ROWS = 256
-"""Most tokens of chunks that run as decode rows. Up to about here a product is bound by reading
-the weights."""
-
-_MAX_CHUNK_KEYS = 1 << 16
-"""Most keys that such rows may read. Reading them takes a tenth of the step of a model with 8
-billion weights; a chunk would read each key only once.
-"""
 
 
 def batch_size_buckets(max_rows: int) -> list[int]:
@@ -129,9 +121,9 @@ class DecodeGraphs:
         num_chunk_tokens = len(batch.tokens) - layout.num_decodes
         return (
             not has_scales
-            and num_chunk_tokens <= _MAX_CHUNK_ROWS
+            and num_chunk_tokens <= GRAPH_CHUNK_TOKENS
             and len(batch.tokens) <= self.sizes[-1]
-            and layout.num_chunk_keys <= _MAX_CHUNK_KEYS
+            and layout.num_chunk_keys <= GRAPH_CHUNK_KEYS
         )
 
     def run(self, rows: GraphRows) -> Tensor:

@@ -28,7 +28,6 @@ class FollowingCudaRunner(CudaRunner):
             batch=batch,
             places=places,
             host=self._host[0],
-            done=torch.cuda.Event(),
             logprobs=None,
             masks=None,
             carried={},

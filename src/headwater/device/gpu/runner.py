@@ -24,7 +24,7 @@ from headwater.device.gpu.kernel_cache import CompilationCounter
 from headwater.device.gpu.module import ModuleDecoder
 from headwater.device.gpu.sampling import DeviceSampler, PendingLogprobs
 from headwater.device.gpu.staging import Staging
-from headwater.device.gpu.submitted import SubmittedStep, sampled_rows
+from headwater.device.gpu.submitted import SubmittedStep, record_begin, sampled_rows
 from headwater.device.gpu.suffix_graphs import SuffixGraphs
 from headwater.device.gpu.warm import warm_chunks
 from headwater.device.gpu.warm_steps import WarmLimits, warm_steps
@@ -191,6 +191,7 @@ class CudaRunner:
         """Queue one step; `collect` returns its result."""
         if self.announce is not None:
             self.announce(batch, batch.tokens)
+        began = record_begin()
         with torch.inference_mode():
             logits, places, scores = self.compute(batch)
             logprobs, masks = None, None
@@ -204,12 +205,11 @@ class CudaRunner:
                     batch=batch,
                     places=places,
                     host=self._host[self._num_steps % _RING],
-                    # not `blocking`: a sleeping thread woke up to 5 ms late
-                    done=torch.cuda.Event(),
                     logprobs=logprobs,
                     masks=masks,
                     carried=carried,
                     scores=scores,
+                    began=began,
                 )
             )
 

@@ -1,7 +1,7 @@
 """A step on the device, and how its result is read."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,6 +18,13 @@ from headwater.scheduler.request import TokenLogprobs
 from headwater.types import Tokens
 
 
+def record_begin() -> torch.cuda.Event:
+    """An event when the device begins what is queued next."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SubmittedStep:
     """A step that was submitted."""
@@ -27,7 +34,6 @@ class SubmittedStep:
     """Per sampled row: index of its token in `host`."""
 
     host: Tensor
-    done: torch.cuda.Event
     logprobs: PendingLogprobs | LogprobTable | None
     masks: StepMasks | None
     """Masks of the rows with a grammar; None if there are none."""
@@ -37,6 +43,12 @@ class SubmittedStep:
 
     carried: dict[int, int]
     """The token before the sampled one, for each row with a grammar."""
+
+    began: torch.cuda.Event | None = None
+    """When the device began the step; None if its time is not measured."""
+
+    # not `blocking`: a sleeping thread woke up to 5 ms late
+    done: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
 
     def result(self) -> StepResult:
         """The result of the step; waits for it."""
@@ -48,6 +60,8 @@ class SubmittedStep:
         void_unmasked(result, self.batch, self.carried, self.masks)
         if self.scores is not None:
             result.scores = self.scores.read()
+        if self.began is not None:
+            result.seconds = self.began.elapsed_time(self.done) / 1e3
         return result
 
     def tokens(self) -> Tokens:
