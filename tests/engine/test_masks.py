@@ -54,12 +54,14 @@ def row(number: int, grammar: str, output: str, name: str = "") -> MaskedRow:
     return MaskedRow(number, RequestId(name or f"r{number}"), grammar, tokens)
 
 
-def take(workers: MaskWorkers, *rows: MaskedRow, until: int = 1) -> StepMasks:
+def take(
+    workers: MaskWorkers, *rows: MaskedRow, until: int = 1, is_awaited: bool = False
+) -> StepMasks:
     """The masks, when at least `until` of them are ready."""
     clock = SystemClock()
     end_s = clock.now() + 20.0
     while True:
-        found = workers.begin(rows).take(is_alone=True)
+        found = workers.begin(rows, is_awaited=is_awaited).take(is_alone=True)
         if len(found.rows) + len(found.failed) >= until:
             return found
         assert clock.now() < end_s, f"no {until} masks: {found}"
@@ -102,14 +104,41 @@ def test_a_late_mask_delays_no_other_row(workers, compiler):
     assert allowed(letters) == set(b"abcdefghijklmnopqrstuvwxyz")
 
 
-def test_many_rows_are_made_together(workers):
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_many_rows_are_made_together(workers, is_awaited):
     """When each state is known, the next masks come together, in the order of rows."""
-    rows = [row(number, DIGITS, "") for number in range(4)]
-    take(workers, *rows, until=4)
-    take(workers, *(row(number, DIGITS, "1") for number in range(4)), until=4)
-    found = take(workers, *(row(number, DIGITS, "12") for number in range(4)), until=4)
+
+    def ask(output):
+        rows = [row(number, DIGITS, output) for number in range(4)]
+        return take(workers, *rows, until=4, is_awaited=is_awaited)
+
+    ask("")
+    ask("1")
+    found = ask("12")
     assert sorted(found.rows) == [0, 1, 2, 3]
     assert all(allowed(words) == set(b"0123456789") for words in found.words)
+
+
+def test_masks_that_are_awaited_are_made_by_the_caller(workers, monkeypatch):
+    """Only fast masks are: a grammar that is not compiled yet has a thread. An error ends the
+    requests of the group, not the loop."""
+    callers = []
+    make_group = workers._make_group
+
+    def make(*group):
+        callers.append(threading.current_thread())
+        make_group(*group)
+
+    monkeypatch.setattr(workers, "_make_group", make)
+    for output in ("", "1", "12"):
+        rows = [row(number, DIGITS, output) for number in range(3)]
+        take(workers, *rows, until=3, is_awaited=True)
+    assert callers
+    assert set(callers) == {threading.current_thread()}
+
+    monkeypatch.setattr(workers, "_make_group", None)
+    ended = workers.begin([row(0, DIGITS, "123")], is_awaited=True).take(is_alone=True)
+    assert "the mask could not be made" in ended.failed[0]
 
 
 def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypatch):

@@ -40,6 +40,16 @@ def test_decode_steps_are_measured_by_their_number_of_rows():
     assert costs.costs.decode_s == pytest.approx(0.005)
 
 
+def test_a_decode_step_of_unmeasured_size_takes_a_time_between_its_neighbours():
+    """While many requests join, no step of the sizes in between only decodes."""
+    costs = StepCostEstimator()
+    costs.note_decode(100, 0.006)
+    costs.note_decode(1000, 0.030)
+    costs.note_chunks(300, 100.0, 0.014)
+
+    assert costs.costs.decode_s == pytest.approx(0.006 + 0.024 * (512 - 128) / (1024 - 128))
+
+
 def test_the_time_that_the_device_measured_counts_not_when_the_host_collected():
     """Nearly every decode step is followed by a mixed one, whose launches delay its collection.
     Then no number of steps would correct the estimate: 31 ms between tokens became 52."""

@@ -10,7 +10,7 @@ instance.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -94,7 +94,10 @@ class MaskState:
     def continues(self, output: Tokens) -> bool:
         """Whether `output` begins with the consumed tokens."""
         seen = self.seen
-        return seen is not None and np.array_equal(seen, output[: len(seen)])
+        if seen is None or seen is output:
+            return seen is output
+        # A sixth of the time of `np.array_equal`, three times for each row of a step.
+        return seen.tobytes() == output[: len(seen)].tobytes()
 
     def needs_own_thread(self, output: Tokens) -> bool:
         """Whether its mask takes more than consuming one token, so that it is not made in a
@@ -127,8 +130,9 @@ class MaskWorkers:
     def num_states(self) -> int:
         return len(self._states)
 
-    def begin(self, rows: Sequence[MaskedRow]) -> "PendingMasks":
-        """Start to make the masks of `rows`."""
+    def begin(self, rows: Sequence[MaskedRow], *, is_awaited: bool = False) -> "PendingMasks":
+        """Start to make the masks of `rows`. With `is_awaited` the caller takes them at once, so
+        masks that are expected to be fast are made on its thread, which saves waking others."""
         together: list[tuple[MaskedRow, MaskState]] = []
         apart: list[tuple[MaskedRow, MaskState]] = []
         begun: set[Future[None]] = set()
@@ -144,7 +148,10 @@ class MaskWorkers:
                 together.append((row, state))
         words = np.zeros((len(together), self._num_words), dtype=np.int32)
         if together:
-            future = self._group.submit(self._make_group, together, words)
+            if is_awaited:
+                future = _run_here(self._make_group, together, words)
+            else:
+                future = self._group.submit(self._make_group, together, words)
             begun.add(future)
             for _, state in together:
                 state.future = future
@@ -185,7 +192,7 @@ class MaskWorkers:
     def _make_group(
         self, rows: Sequence[tuple[MaskedRow, MaskState]], words: MaskWords
     ) -> None:
-        """Runs on a thread: consume one token and make one mask for each state of a group."""
+        """Consume one token and make one mask for each state of a group."""
         began = self._clock.now()
         matchers: list[tuple[LLMatcher, int]] = []
         for at, (row, state) in enumerate(rows):
@@ -267,6 +274,17 @@ class PendingMasks:
         elif self._apart:
             found.words = np.stack(pieces) if pieces else self._words
         return found
+
+
+def _run_here(call: Callable[..., None], *values: object) -> Future[None]:
+    """A future that has ended: `call` is made on this thread."""
+    future = Future[None]()
+    try:
+        call(*values)
+        future.set_result(None)
+    except Exception as exc:  # noqa: BLE001 -- reported like an error in a thread
+        future.set_exception(exc)
+    return future
 
 
 def _note_error(state: MaskState, matcher: LLMatcher) -> None:

@@ -99,11 +99,14 @@ class StepCostEstimator:
         )
 
     def _expected_decode_s(self, num_rows: int) -> float:
-        """Seconds of a decode step with the nearest measured number of rows; 0 before the first
-        decode."""
-        size = num_rows.bit_length()
-        nearest = min(self._decode_s, key=lambda known: abs(known - size), default=None)
-        return 0.0 if nearest is None else self._decode_s[nearest]
+        """Seconds of a decode step: measured with about as many rows, or between measurements
+        with fewer and with more rows, or the nearest one; 0 before the first decode."""
+        if not self._decode_s:
+            return 0.0
+        sizes = sorted(self._decode_s)
+        rows = [1 << size for size in sizes]  # one more than the most rows of this size
+        seconds = [self._decode_s[size] for size in sizes]
+        return float(np.interp(1 << num_rows.bit_length(), rows, seconds))
 
 
 def _smoothed(known: float, seen: float, memory: float = _COST_MEMORY) -> float:

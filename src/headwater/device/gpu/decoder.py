@@ -172,6 +172,8 @@ class FusedDecoder:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits of each row, in `out` if it is given."""
+        if not len(hidden):
+            return hidden
         if self._group is None:
             return self._own_logits(hidden, out)
         logits = self._group.join_columns(self._own_logits(hidden, None), self.vocab_size)

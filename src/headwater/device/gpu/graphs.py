@@ -136,6 +136,12 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self.logits[:num_rows]
 
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits of the sampled rows of a step outside the graphs, in the same memory. New memory
+        of hundreds of megabytes per step would make the allocator free other memory now and
+        then, which waits for the device."""
+        return self._decoder.logits(hidden, out=self.logits[: len(hidden)])
+
     def _add(self, name: str, size: int) -> None:
         self._sections[name] = _Section(self._header, size)
         self._header += -(-size // _ALIGN) * _ALIGN

@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 _RING = 3
 """Number of steps with separate pinned memory: one more than may be in flight."""
 
-
 _MASK_GRACE_S = 0.005
 """Longest wait for masks: about the time of a decode step."""
 
@@ -282,15 +281,16 @@ class CudaRunner:
             else RowsToCompute(step.logits_at, attention.attend_sampled),
             is_eager=True,
         )
+        project = decoder.logits if self.graphs is None else self.graphs.project
         if scored is None:
-            return (decoder.logits(hidden) if len(hidden) else hidden), None
+            return project(hidden), None
         whole, at = hidden, scored
         scores = PromptScores(
             batch,
             lambda start, end: decoder.logits(whole.index_select(0, at[start:end])),
         )
         hidden = whole.index_select(0, step.logits_at)
-        return (decoder.logits(hidden) if len(hidden) else hidden), scores
+        return project(hidden), scores
 
     def _run_module(
         self,
@@ -353,9 +353,9 @@ class CudaRunner:
         self._last = submitted
 
     def _take_masks(self, batch: ScheduledBatch, carried: dict[int, int]) -> StepMasks | None:
-        """Masks of the rows with a grammar. Threads make them while the device computes this
-        step, which is already queued; so waiting here delays no other row."""
-        pending = begin_masks(self._masks, batch, carried)
+        """Masks of the rows with a grammar. They are made while the device computes this step,
+        which is already queued; so waiting here delays no other row."""
+        pending = begin_masks(self._masks, batch, carried, is_awaited=True)
         if pending is None:
             return None
         return pending.take(is_alone=is_masked(batch), grace_s=_MASK_GRACE_S)
