@@ -45,7 +45,9 @@ class HangingEngine(EchoEngine):
 class Instance:
     """One echo engine behind HTTP, with KV events, registered at a router."""
 
-    def __init__(self, router, *, epoch="1", port=0, token=TOKEN, num_seqs=8, **changes):
+    def __init__(
+        self, router, *, epoch="1", port=0, token=TOKEN, num_seqs=8, created_s=1.7e9, **changes
+    ):
         loop, events = asyncio.get_running_loop(), changes.pop("events", True)
         core = make_echo_core(
             record_events=events, max_num_seqs=num_seqs, num_blocks=8 * num_seqs
@@ -73,7 +75,7 @@ class Instance:
         routers = (router,) if isinstance(router, str) else tuple(router)
         config = ServerConfig(port=port, routers=routers, peer_token=token, tls=tls)
         self.service = Service(
-            self.engine, byte_tokenizer(), config, SystemClock(), created_s=1.7e9
+            self.engine, byte_tokenizer(), config, SystemClock(), created_s=created_s
         )
         self.listener = bind("127.0.0.1", port)
         self.url = url_of(self.listener, tls=tls is not None)

@@ -68,6 +68,35 @@ def test_a_broken_stream_continues_on_another_instance(path, extra, how):
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+)
+def test_a_continued_stream_states_one_time_of_creation(path):
+    """`created` is that of the first instance in every event, although each instance has its
+    own clock."""
+
+    async def scenario(harness):
+        question = [{"role": "user", "content": "hello"}]
+        body = {"prompt": "hello", "messages": question, "input": "hello"}
+        body |= {"stream": True, "seed": 5, "max_tokens": 100, "max_output_tokens": 100}
+        one = harness.add(created_s=1.6e9)
+        await harness.ready(one)
+        async with harness.client.stream("POST", path, json=body) as answer:
+            lines = answer.aiter_text()
+            text = await anext(lines)
+            one.engine.hold()
+            harness.add(created_s=1.8e9)
+            await harness.until(lambda known: len(known) == 2)
+            await one.die()
+            text += "".join([piece async for piece in lines])
+
+        stated = re.findall(r'"created(?:_at)?":(\d+)', text)
+        assert len(stated) > 2
+        assert set(stated) == {"1600000000"}
+
+    run(scenario)
+
+
 def test_many_streams_go_on_at_once():
     """However many streams an instance had: each is continued once. That adds no load, so it
     does not use the retry budget, which is for requests that start again."""

@@ -105,14 +105,13 @@ class _ChatFormat:
         self._body = call.body
         self._id = f"chatcmpl-{call.request_id}"
         self._job = job
-        self._created = call.service.created_now()
         self._shows_reasoning = call.body.include_reasoning is not False
         self._deltas = [_MessageDeltas(call.body) for _ in range(job.num_sequences)]
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         return ChatAnswer(
             id=self._id,
-            created=self._created,
+            created=self._job.created,
             model=self._service.model_name,
             choices=[self._choice(index, entry) for index, entry in enumerate(transcripts)],
             usage=usage,
@@ -151,7 +150,7 @@ class _ChatFormat:
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageAnswer | None) -> ChatChunk:
         return ChatChunk(
             id=self._id,
-            created=self._created,
+            created=self._job.created,
             model=self._service.model_name,
             choices=choices,
             usage=usage,

@@ -137,7 +137,6 @@ class _CompletionFormat:
         self._body = call.body
         self._id = f"cmpl-{call.request_id}"
         self._job = job
-        self._created = call.service.created_now()
         self._has_echo = bool(call.body.echo)
         self._has_only_echo = self._has_echo and call.body.max_tokens == 0
         self._offsets = [
@@ -171,7 +170,7 @@ class _CompletionFormat:
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return CompletionAnswer(
             id=self._id,
-            created=self._created,
+            created=self._job.created,
             model=self._service.model_name,
             choices=choices,
             usage=usage,

@@ -38,6 +38,9 @@ class ContinuationMark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     num_choices: int = 1
     """Number of choices of the response."""
 
+    created: int | None = None
+    """`created` of the response; in the first mark of each choice."""
+
     has_ended: bool = False
     """The choice is complete."""
 
@@ -89,6 +92,7 @@ def comment_of(delta: Delta, job: GenerationJob, service: Service) -> bytes:
         seed=job.prompt_of(delta.index).params.seed,
         index=delta.index,
         num_choices=job.num_sequences,
+        created=job.created if delta.is_first else None,
         has_ended=delta.finish_reason is not None,
     )
     return mark_line(mark)
@@ -118,7 +122,13 @@ def resume_outputs(body: Sampling, job: GenerationJob, info: EngineInfo) -> Gene
     resumed = [
         ResumedOutput(tokens=entry.token_ids, has_ended=entry.has_ended) for entry in entries
     ]
-    return replace(job, prompts=prompts, resumed=resumed)
+    created = next((entry.created for entry in entries if entry.created is not None), None)
+    return replace(
+        job,
+        prompts=prompts,
+        resumed=resumed,
+        created=job.created if created is None else created,
+    )
 
 
 def _seeded(prompt: GenerationPrompt, entries: Sequence[ResumedChoice]) -> GenerationPrompt:

@@ -165,6 +165,7 @@ def make_job(  # noqa: PLR0913 -- what an endpoint adds, each by its name
         cache_hint=params.cache_hint(body),
         owner=caller.name,
         share=caller.share,
+        created=service.created_now(),
         wants_cache_details=bool(body.cache_details),
         load_policy=body.load_policy,
         load_timeout_s=body.load_timeout_s,

@@ -89,6 +89,9 @@ class GenerationJob:
     share: float = 1.0
     """Weight of the key when keys compete for the engine."""
 
+    created: int = 0
+    """Unix time that the response states, on whichever instance it continues."""
+
     traceparent: str | None = None
     """The caller's span (W3C), if it sent one."""
 

@@ -121,7 +121,6 @@ class _ResponsesFormat:
         self._body = body
         self._job = job
         self._id = response_id
-        self._created = call.service.created_now()
         self._items = ItemWriter(response_id)
         self._transcript = Transcript()
 
@@ -159,7 +158,7 @@ class _ResponsesFormat:
         status = "incomplete" if is_cut else "completed"
         answer = ResponsesAnswer(
             id=self._id,
-            created_at=self._created,
+            created_at=self._job.created,
             model=self._service.model_name,
             status=status if entry.finish_reason else "in_progress",
             output=[],

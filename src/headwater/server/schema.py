@@ -53,6 +53,9 @@ class ResumedChoice(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     """Seed of the request's first choice; None when nothing was generated."""
 
+    created: Annotated[int, Meta(ge=0, le=1 << 53)] | None = None
+    """`created` of the response that the client has the beginning of."""
+
     has_ended: bool = False
 
 

@@ -47,11 +47,13 @@ class _Choice:
 
     tokens: list[int] = field(default_factory=list)
     seed: int | None = None
+    created: int | None = None
     has_ended: bool = False
 
     def add(self, mark: ContinuationMark) -> None:
         self.tokens += mark.tokens
         self.seed = mark.seed
+        self.created = self.created if mark.created is None else mark.created
         self.has_ended = mark.has_ended
 
 
@@ -144,5 +146,6 @@ def _joined(before: ResumedChoice, choice: _Choice) -> ResumedChoice:
     return ResumedChoice(
         token_ids=[*before.token_ids, *choice.tokens],
         seed=before.seed if choice.seed is None else choice.seed,
+        created=before.created if choice.created is None else choice.created,
         has_ended=before.has_ended or choice.has_ended,
     )
