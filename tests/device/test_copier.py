@@ -1,5 +1,6 @@
 """The CPU copier: whole blocks, both directions, exact bytes, while a loop runs."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,17 @@ def test_blocks_come_back_as_they_were(dtype):
         assert torch.equal(harness.pool.data[target], before[source])
     rest = [slot for slot in range(12) if slot not in back]
     assert torch.equal(harness.pool.data[rest], before[rest])
+
+
+def test_no_thread_outlives_a_closed_copier():
+    """A thread that frees the pool while the interpreter ends would abort the process."""
+    before = set(threading.enumerate())
+    harness = CopierHarness(torch.float32)
+
+    harness.copy(OffloadJob, [5], [3])
+    harness.mover.close()
+
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_load_marks_the_slots_it_writes():

@@ -68,9 +68,7 @@ def test_a_broken_stream_continues_on_another_instance(path, extra, how):
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
-)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_continued_stream_states_one_time_of_creation(path):
     """`created` is that of the first instance in every event, although each instance has its
     own clock."""

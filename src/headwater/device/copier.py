@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 
+CLOSE_TIMEOUT_S = 10.0
+"""Longest wait for one thread of a copier that is closed."""
+
 _PIECE_BLOCKS = 8
 """Most blocks in one copy; between two copies other threads can use the processor."""
 
@@ -45,10 +48,13 @@ class CpuCopier:
             self._places = list(zip(whole, own, strict=True))
         self._clock = clock
         self._queues: list[SimpleQueue[tuple[TransferJob, Report] | None]] = []
+        self._threads: list[Thread] = []
         for name in ("load", "offload"):
             queue: SimpleQueue[tuple[TransferJob, Report] | None] = SimpleQueue()
             self._queues.append(queue)
-            Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
+            thread = Thread(target=self._work, args=(queue,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def start(self, transfer: TransferJob, report: Report) -> None:
         """Queue a copy behind those of the same direction."""
@@ -58,9 +64,12 @@ class CpuCopier:
         self._queues[0 if up else 1].put((transfer, report))
 
     def close(self) -> None:
-        """End the threads after their current copies. Calling it twice is safe."""
+        """End the threads after the copies that were started. Calling it twice is safe."""
         for queue in self._queues:
             queue.put(None)
+        # A thread that frees torch's memory while the interpreter ends aborts the process.
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
 
     def _work(self, queue: "SimpleQueue[tuple[TransferJob, Report] | None]") -> None:
         while (entry := queue.get()) is not None:

@@ -290,7 +290,8 @@ class Mover:
         return None if self._workers is None else self._workers.stats()
 
     def close(self) -> None:
-        """End the executors without waiting for running copies. Calling it twice is safe."""
+        """End the copier after its copies, and the others without waiting for running calls.
+        Calling it twice is safe."""
         if self._copier is not None:
             self._copier.close()
         if self._workers is not None:

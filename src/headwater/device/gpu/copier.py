@@ -22,6 +22,7 @@ import torch
 
 from headwater.cache import JobStatus, LoadJob, TransferJob
 from headwater.clock import Clock
+from headwater.device.copier import CLOSE_TIMEOUT_S
 from headwater.device.gpu.arrivals import Arrival, Arrivals
 from headwater.device.gpu.pinned import PinnedSlab
 from headwater.device.gpu.runtime import Runtime
@@ -76,17 +77,20 @@ class CudaCopier:
         self._runtime = Runtime(pool.device.index or 0)
         self._pinned = PinnedSlab(slab, self._runtime, clock)
         self._queues: list[SimpleQueue[_Entry | None]] = []
+        self._threads: list[Thread] = []
         for name in ("load", "offload"):
             queue: SimpleQueue[_Entry | None] = SimpleQueue()
             stream = torch.cuda.Stream(pool.device)
             self._queues.append(queue)
             for number in range(_THREADS):
-                Thread(
+                thread = Thread(
                     target=self._work,
                     args=(queue, stream),
                     name=f"{name}-{number}",
                     daemon=True,
-                ).start()
+                )
+                self._threads.append(thread)
+                thread.start()
 
     @property
     def pinned_share(self) -> float:
@@ -122,6 +126,8 @@ class CudaCopier:
                 queue.put(None)
         torch.cuda.synchronize(self._pool.device)
         self._pinned.close()
+        for thread in self._threads:  # as in `CpuCopier.close`
+            thread.join(CLOSE_TIMEOUT_S)
 
     def _work(self, queue: "SimpleQueue[_Entry | None]", stream: torch.cuda.Stream) -> None:
         self._runtime.enter_thread()
