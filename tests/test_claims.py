@@ -161,6 +161,11 @@ CLAIMS = [
         "finds the blocks that were written before it stopped",
         "e2e/test_tiers.py::test_a_restarted_server_hits_on_its_first_request",
     ),
+    (
+        "docs/tutorials/add-tiers.md",
+        '`"storage": 1024`',
+        "e2e/test_tiers.py::test_a_server_that_is_stopped_after_an_answer_has_stored_its_prompt",
+    ),
     # API
     (
         "docs/api.md",

@@ -169,6 +169,23 @@ def test_a_restarted_server_hits_on_its_first_request(tmp_path):
     assert any("storage file" in line for line in restarted.lines)
 
 
+def test_a_server_that_is_stopped_after_an_answer_has_stored_its_prompt(tmp_path):
+    """The tutorial's promise with default settings: stopped at once, all whole blocks are
+    found after a restart."""
+    flags = ("--swap-space", "0.1", "--kvcache-storage-backend", "file")
+    flags += ("--kvcache-storage-config", json.dumps({"path": str(tmp_path)}))
+    server = LiveServer(*flags).wait_ready()
+    ask(server, 1)
+    assert server.stop() == 0, server.errors
+
+    restarted = LiveServer(*flags).wait_ready()
+    _, warm = ask(restarted, 1, load_policy="wait")
+    assert restarted.stop() == 0, restarted.errors
+
+    assert warm["storage"] == 640
+    assert warm["recomputed"] < 64
+
+
 def test_tiers_are_forgotten_while_requests_run(tmp_path):
     """Lesson 59: memory is reset, then storage too; running streams end with the right
     tokens."""
