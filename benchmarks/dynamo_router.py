@@ -37,7 +37,7 @@ sys.path.insert(0, str(SOURCE))
 
 from headwater.device import builtin  # noqa: E402 - found through SOURCE
 
-RECOMMENDED = "--router-prefill-load-scale 8"
+RECOMMENDED = "--router-prefill-load-scale 16"
 """The flags of docs/plugins.md."""
 
 BLOCK = 16

@@ -1,7 +1,12 @@
 """Storage backends for plug-in tests, opened by name as users open their own."""
 
+import shutil
+import subprocess
+from pathlib import Path
 from threading import Event
 from typing import Any
+
+import pytest
 
 from headwater.errors import StorageError
 from headwater.storage.memory import MemoryStorage
@@ -48,3 +53,12 @@ class SharedMemory(MemoryStorage):
             self.hang.wait()
         if self.broken:
             raise StorageError("switched off by the test")
+
+
+def start_redis(port: int, folder: Path) -> "subprocess.Popen[bytes]":
+    """A redis-server that keeps nothing; the test is skipped where there is none."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
+    command = [program, "--port", str(port), "--save", "", "--dir", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)

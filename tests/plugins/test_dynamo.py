@@ -1,13 +1,23 @@
 """The Dynamo worker: a real Headwater server behind Dynamo's engine interface."""
 
 import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 from headwater.device import builtin
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, QueueFull
 from headwater.plugins.dynamo.engine import HeadwaterEngine
+from headwater.plugins.dynamo.server import OwnServer
+from tests.waiting import until
 
 CONTEXT = SimpleNamespace(id=lambda: "request-1")
 
@@ -83,5 +93,117 @@ def test_a_server_that_cannot_start_is_an_error_and_leaves_nothing_behind(tmp_pa
             await engine.start(1)
         await engine.cleanup()
         await engine.cleanup()
+
+    asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def worker_before(answer):
+    """A worker whose server is `answer`, a handler of POST /v1/completions."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server = OwnServer(None, [])
+    server.connect(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    engine = HeadwaterEngine("m", "m", server)
+    try:
+        yield engine
+    finally:
+        await engine.cleanup()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "error"),
+    [
+        (400, "the prompt is too long", InvalidArgument),
+        (429, "the queue is full", QueueFull),
+        (503, "the engine restarts", EngineShutdown),
+        (200, 'data: {"error": {"message": "out of memory"}}\n\n', EngineShutdown),
+    ],
+)
+def test_errors_of_the_server_reach_dynamo_by_kind(status, text, error):
+    """A wrong request is the client's fault. After a failure of the engine, also in the middle
+    of a stream, Dynamo tries another worker."""
+
+    async def scenario():
+        async def answer(request):
+            return web.Response(status=status, text=text)
+
+        async with worker_before(answer) as engine:
+            with pytest.raises(error):
+                await collect(engine, [1, 2, 3])
+
+    asyncio.run(scenario())
+
+
+def test_streams_of_a_worker_have_no_limit_in_number_or_time():
+    """All requests that Dynamo sends reach the server at once, which has limits of its own."""
+    num_streams = 150
+
+    async def scenario():
+        arrived, all_here = 0, asyncio.Event()
+
+        async def answer(request):
+            nonlocal arrived
+            arrived += 1
+            if arrived == num_streams:
+                all_here.set()
+            await all_here.wait()
+            return web.Response(text="")
+
+        async with worker_before(answer) as engine, asyncio.timeout(60):
+            await asyncio.gather(*(collect(engine, [1]) for _ in range(num_streams)))
+            assert engine._server._http.timeout.total is None
+
+    asyncio.run(scenario())
+
+
+STARTED = """
+import asyncio, sys
+from headwater.plugins.dynamo.server import OwnServer
+from tests.waiting import until
+
+async def run():
+    server = OwnServer(None, ["--num-gpu-blocks-override", "64"])
+    await server.start()
+    with open(sys.argv[1], "w") as file:
+        file.write(str(server._process.pid))
+    await asyncio.Event().wait()
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_worker_leaves_no_server(tmp_path):
+    """Its server ends with it, even after SIGKILL."""
+    number = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", STARTED, str(number)]) as worker:
+        until(lambda: number.exists() and number.read_text(), within_s=60)
+        worker.kill()
+
+    server = Path("/proc", number.read_text(), "status")
+    until(lambda: not server.exists() or "(zombie)" in server.read_text(), within_s=60)
+
+
+@pytest.mark.slow
+def test_a_worker_stops_when_its_server_has_ended():
+    """Dynamo would go on sending requests to it."""
+
+    async def scenario():
+        stopping = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+        engine, _ = await HeadwaterEngine.from_args([str(builtin.ensure())])
+        try:
+            await engine.start(1)
+            assert engine._server._process is not None
+            os.kill(engine._server._process.pid, signal.SIGKILL)
+            await asyncio.wait_for(stopping.wait(), 20)
+        finally:
+            await engine.cleanup()
 
     asyncio.run(scenario())

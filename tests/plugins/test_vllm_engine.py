@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from headwater.testing.ports import is_listening
+from tests.plugins.backends import start_redis
 from tests.waiting import until
 
 
@@ -221,10 +222,7 @@ def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
 def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
     """It answers, then stops with SIGSTOP, then is killed."""
     port = 17_379
-    server = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
+    server = start_redis(port, tmp_path)
     storage = {
         "host_bytes": "32MiB",
         "backend": "redis",

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.plugins.backends import SHARED
+from tests.plugins.backends import SHARED, start_redis
 from tests.plugins.doubles.finder import is_real
 from tests.waiting import until
 
@@ -244,10 +244,7 @@ def test_storage_that_hangs_is_a_miss_and_serves_again_later(start):
 def test_a_redis_that_stops_is_a_miss(start, tmp_path):
     """It answers, is stopped with SIGSTOP, then is killed."""
     port = 17_380
-    redis = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
+    redis = start_redis(port, tmp_path)
     tier = {
         "backend": "redis",
         "config": {"url": f"redis://127.0.0.1:{port}/0"},

@@ -51,6 +51,12 @@ class ComponentSnapshot:
     kv_cache_hit_rate: float | None = None
 
 
+class InvalidArgument(Exception): ...
+
+
+class EngineShutdown(Exception): ...
+
+
 class LLMEngine(ABC):
     @classmethod
     @abstractmethod

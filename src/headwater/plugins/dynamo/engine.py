@@ -7,18 +7,23 @@ hands the server's KV events to Dynamo, whose KV router then knows which blocks 
 
 import argparse
 import asyncio
+import logging
+import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
-import aiohttp
 from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
 from dynamo.common.backend.publisher import ComponentSnapshot, ZmqSource
 from dynamo.common.backend.worker import WorkerConfig
+from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
+from headwater.errors import EngineDead, QueueFull, RequestError
 from headwater.plugins.dynamo.server import OwnServer
 from headwater.plugins.versions import require_tested
+
+log = logging.getLogger(__name__)
 
 _LOAD_EVERY_S = 0.1
 
@@ -37,7 +42,7 @@ class HeadwaterEngine(LLMEngine):
         self._name = served_name
         self._server = server
         self._publisher: Any = None
-        self._load: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def from_args(
@@ -62,7 +67,8 @@ class HeadwaterEngine(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         info = (await self._server.start())["engine"]
-        self._load = asyncio.get_running_loop().create_task(self._publish_load())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._publish_load()), loop.create_task(self._watch())]
         return EngineConfig(
             model=str(self._model),
             served_model_name=self._name,
@@ -75,6 +81,23 @@ class HeadwaterEngine(LLMEngine):
         )
 
     async def generate(
+        self,
+        request: Any,  # noqa: ANN401 - Dynamo's
+        context: Any,  # noqa: ANN401 - Dynamo's
+    ) -> AsyncGenerator[Any, None]:
+        """Chunks of one answer. Dynamo tries another worker after EngineShutdown, and tells the
+        client what is wrong after InvalidArgument."""
+        try:
+            async for chunk in self._chunks(request, context):
+                yield chunk
+        except QueueFull:
+            raise
+        except RequestError as error:
+            raise InvalidArgument(str(error)) from error
+        except EngineDead as error:
+            raise EngineShutdown(str(error)) from error
+
+    async def _chunks(
         self,
         request: Any,  # noqa: ANN401 - Dynamo's
         context: Any,  # noqa: ANN401 - Dynamo's
@@ -113,11 +136,10 @@ class HeadwaterEngine(LLMEngine):
         self._publisher = publisher
 
     async def cleanup(self) -> None:
-        if self._load is not None:
-            self._load.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._load
-            self._load = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
         await self._server.stop()
 
     async def _publish_load(self) -> None:
@@ -125,8 +147,14 @@ class HeadwaterEngine(LLMEngine):
         while True:
             await asyncio.sleep(_LOAD_EVERY_S)
             if self._publisher is not None:
-                with suppress(aiohttp.ClientError):
+                with suppress(EngineDead, RequestError):  # while the engine restarts
                     self._publisher.publish(0, _snapshot(await self._server.get("/cache")))
+
+    async def _watch(self) -> None:
+        """End the worker when its server has ended: Dynamo must not send it requests any more."""
+        code = await self._server.wait_end()
+        log.error("headwater serve ended with %d; this worker stops", code)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _parser() -> argparse.ArgumentParser:

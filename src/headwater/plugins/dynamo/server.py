@@ -3,6 +3,7 @@ worker."""
 
 import asyncio
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -12,11 +13,15 @@ from typing import Any
 
 import aiohttp
 
-from headwater.errors import ConfigError, EngineDead
+from headwater.errors import ConfigError, EngineDead, HeadwaterError, QueueFull, RequestError
+from headwater.launch.parent_watch import VARIABLE
 
 _START_S = 600.0
 _STOP_S = 20.0
 _POLL_S = 0.2
+
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+"""A stream may last as long as its answer does."""
 
 
 class OwnServer:
@@ -30,6 +35,8 @@ class OwnServer:
         self.events_endpoint = f"ipc://{self._folder.name}/kv-events"
         self._port = _free_port()
         self._process: Process | None = None
+        self._lifeline: int | None = None
+        """Write end of a pipe. When this process dies, the system closes it and the server ends."""
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> dict[str, Any]:
@@ -46,8 +53,14 @@ class OwnServer:
         command += [self._model] if self._model else []
         command += ["--host", "127.0.0.1", "--port", str(self._port)]
         command += ["--kv-events-config", json.dumps(events), *self._flags]
-        self._process = await asyncio.create_subprocess_exec(*command)
-        self._session = aiohttp.ClientSession(f"http://127.0.0.1:{self._port}")
+        watched, self._lifeline = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, env=os.environ | {VARIABLE: str(watched)}, pass_fds=(watched,)
+            )
+        finally:
+            os.close(watched)
+        self.connect(f"http://127.0.0.1:{self._port}")
         for _ in range(int(_START_S / _POLL_S)):
             if self._process.returncode is not None:
                 raise ConfigError(
@@ -62,19 +75,44 @@ class OwnServer:
             f"headwater serve was not ready after {_START_S:g} s; its log lines are above"
         )
 
+    def connect(self, url: str) -> None:
+        """Send requests to `url`. Their number is limited by the server, not here."""
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(url, connector=connector, timeout=_TIMEOUT)
+
     async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
-        """The JSON at `path`."""
-        async with self._http.get(path) as response:
-            return await response.json()
+        """The JSON at `path`. Raises EngineDead when the server gives none."""
+        try:
+            async with self._http.get(path) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.text())
+                return await response.json()
+        except aiohttp.ClientError as error:
+            raise EngineDead(f"the connection to headwater serve broke: {error}") from error
+
+    async def wait_end(self) -> int:
+        """Wait until the server process has ended, and return its exit code."""
+        assert self._process is not None, "called after start"
+        return await self._process.wait()
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Server-sent events of a request, decoded."""
-        async with self._http.post(path, json=body) as response:
-            if response.status != 200:
-                raise EngineDead(f"the engine refused a request: {await response.text()}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])
+        """Server-sent events of a request, decoded.
+
+        Raises RequestError for a request that no engine would accept, QueueFull, and EngineDead
+        when the server fails.
+        """
+        try:
+            async with self._http.post(path, json=body) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.text())
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise EngineDead(event["error"]["message"])
+                        yield event
+        except aiohttp.ClientError as error:
+            raise EngineDead(f"the connection to headwater serve broke: {error}") from error
 
     async def stop(self) -> None:
         """End the server. Calling it twice is safe."""
@@ -89,6 +127,9 @@ class OwnServer:
             except TimeoutError:
                 process.kill()
                 await process.wait()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
         self._folder.cleanup()
 
     @property
@@ -103,6 +144,14 @@ class OwnServer:
                 return response.status == 200
         except aiohttp.ClientError:
             return False
+
+
+def _refusal(status: int, text: str) -> HeadwaterError:
+    """The error for an answer with this status."""
+    message = f"headwater serve answered {status}: {text}"
+    if status == 429:
+        return QueueFull(message)
+    return RequestError(message) if status < 499 else EngineDead(message)
 
 
 def _free_port() -> int:
