@@ -70,6 +70,9 @@ class Cluster:
             "PYTHONPATH": str(SOURCE),
             "HEADWATER_PEER_TOKEN": "of-the-benchmark-only",
             "OMP_NUM_THREADS": "1",
+            # Dynamo takes a worker out that does not accept a request within 5 s. On a busy
+            # machine that is no failure.
+            "DYN_TCP_REQUEST_TIMEOUT": "60",
         }
         model = str(builtin.ensure())
         flags = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(self._blocks)]
@@ -113,14 +116,28 @@ class Cluster:
         """Raise SystemExit when a process has ended."""
         for process in self._running:
             if process.poll() is not None:
-                raise SystemExit(f"{process.args!r} ended with {process.returncode}")
+                raise SystemExit(
+                    f"{process.args!r} ended with {process.returncode}\n{self._output(process)}"
+                )
 
     def _run(self, module: list[str], environ: dict[str, str]) -> None:
-        output = None if self._verbose else subprocess.DEVNULL
         command = [sys.executable, "-m", *module]
-        self._running.append(
-            subprocess.Popen(command, env=environ, stdout=output, stderr=output)
-        )
+        if self._verbose:
+            self._running.append(subprocess.Popen(command, env=environ))
+            return
+        with self._log(len(self._running)).open("wb") as file:
+            self._running.append(
+                subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT)
+            )
+
+    def _output(self, process: subprocess.Popen[bytes]) -> str:
+        """The last lines that a process wrote."""
+        path = self._log(self._running.index(process))
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join(lines[-20:])
+
+    def _log(self, number: int) -> Path:
+        return self._folder / f"{number}.log"
 
 
 class Load:
