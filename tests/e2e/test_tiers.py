@@ -172,8 +172,10 @@ def test_a_restarted_server_hits_on_its_first_request(tmp_path):
 def test_a_server_that_is_stopped_after_an_answer_has_stored_its_prompt(tmp_path):
     """The tutorial's promise with default settings: stopped at once, all whole blocks are
     found after a restart."""
-    flags = ("--swap-space", "0.1", "--kvcache-storage-backend", "file")
-    flags += ("--kvcache-storage-config", json.dumps({"path": str(tmp_path)}))
+    flags = (
+        *("--swap-space", "0.1", "--kvcache-storage-backend", "file"),
+        *("--kvcache-storage-config", json.dumps({"path": str(tmp_path)})),
+    )
     server = LiveServer(*flags).wait_ready()
     ask(server, 1)
     assert server.stop() == 0, server.errors

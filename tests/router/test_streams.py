@@ -75,7 +75,7 @@ def test_a_continued_stream_states_one_time_of_creation(path):
 
     async def scenario(harness):
         question = [{"role": "user", "content": "hello"}]
-        body = {"prompt": "hello", "messages": question, "input": "hello"}
+        body: dict[str, Any] = {"prompt": "hello", "messages": question, "input": "hello"}
         body |= {"stream": True, "seed": 5, "max_tokens": 100, "max_output_tokens": 100}
         one = harness.add(created_s=1.6e9)
         await harness.ready(one)

@@ -79,6 +79,7 @@ class GenerationJob:
     """How reasoning and tool calls are read from the text."""
 
     priority: int = 0
+    created: int = 0  # Unix time that the response states, on whichever instance it continues
     cache_salt: str = ""
     session_id: str = ""
     cache_hint: Hint | None = None
@@ -88,9 +89,6 @@ class GenerationJob:
 
     share: float = 1.0
     """Weight of the key when keys compete for the engine."""
-
-    created: int = 0
-    """Unix time that the response states, on whichever instance it continues."""
 
     traceparent: str | None = None
     """The caller's span (W3C), if it sent one."""
