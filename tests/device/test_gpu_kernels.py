@@ -19,14 +19,11 @@ from headwater.device.kernels.decode import attend_decodes  # noqa: E402
 from headwater.device.kernels.gated import gate_up  # noqa: E402
 from headwater.device.kernels.gemv import gemv  # noqa: E402
 from headwater.device.kernels.greedy import choose_greedy  # noqa: E402
+from headwater.device.kernels.logit_edits import SamplingInputs  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel  # noqa: E402
 from headwater.device.kernels.rotary import HeadNorms, rotate  # noqa: E402
-from headwater.device.kernels.sampling import (  # noqa: E402
-    SamplingInputs,
-    SamplingScratch,
-    choose_sampled,
-)
+from headwater.device.kernels.sampling import SamplingScratch, choose_sampled  # noqa: E402
 from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
 __all__ = ["pytestmark"]

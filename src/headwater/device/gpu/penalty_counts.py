@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headwater.device.kernels.sampling import MAX_COUNT, PROMPT_BIT, make_counts
+from headwater.device.kernels.logit_edits import MAX_COUNT, PROMPT_BIT, make_counts
 from headwater.device.upload import put
 from headwater.types import RequestId, Tokens
 

@@ -17,14 +17,9 @@ from headwater.device.gpu.penalty_counts import PenaltyCounts
 from headwater.device.gpu.sampling_table import EditList, SamplingTable
 from headwater.device.gpu.staging import Staging
 from headwater.device.kernels.ints import copy_ints
+from headwater.device.kernels.logit_edits import EDITED, RANDOM, SamplingInputs
 from headwater.device.kernels.logprobs import MAX_TOP, LogprobBuffers, find_logprobs
-from headwater.device.kernels.sampling import (
-    EDITED,
-    RANDOM,
-    SamplingInputs,
-    SamplingScratch,
-    choose_sampled,
-)
+from headwater.device.kernels.sampling import SamplingScratch, choose_sampled
 from headwater.device.kv import Ints
 from headwater.engine.masks import StepMasks
 from headwater.scheduler.batch import IntArray, ScheduledBatch
