@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headwater.device.gpu.mlp import RmsNorm
 from headwater.device.kernels import rows
 from headwater.device.kernels.gemv import fits, gemv
+from headwater.device.kernels.heads import by_head
 from headwater.device.kernels.latent import RotaryPairs, rotate_queries, store_latents
 
 RotaryTable = tuple[Tensor, Tensor]
@@ -57,12 +58,12 @@ class LatentWeights:
 
     def queries(self, packed: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
         """`[tokens, heads * (rank + rotated)]`, absorbed; `packed` is overwritten."""
-        plain = self._plain_queries(packed[:, : self.query_size])
+        plain = self.plain_queries(packed[:, : self.query_size])
         heads, key_dim, rank = self.keys.shape
         shape = len(plain), heads, rank + 2 * table[0].shape[1]
         query = torch.empty(shape, dtype=plain.dtype, device=plain.device)
         own = plain.view(len(plain), heads, -1)[..., :key_dim]
-        torch.bmm(own.transpose(0, 1), self.keys, out=query[..., :rank].transpose(0, 1))
+        by_head(own, self.keys, query[..., :rank])
         rotate_queries(plain, positions, table, query, self.pairs)
         return query.view(len(plain), -1)
 
@@ -71,11 +72,11 @@ class LatentWeights:
         heads, rank, value_dim = self.values.shape
         tokens = len(attended)
         out = attended.new_empty((tokens, heads, value_dim))
-        latents = attended.view(tokens, heads, rank).transpose(0, 1)
-        torch.bmm(latents, self.values, out=out.transpose(0, 1))
+        by_head(attended.view(tokens, heads, rank), self.values, out)
         return out.view(tokens, -1)
 
-    def _plain_queries(self, packed: Tensor) -> Tensor:
+    def plain_queries(self, packed: Tensor) -> Tensor:
+        """`[tokens, heads * (key_dim + rotated)]`, not absorbed and not rotated."""
         if self.query is None:
             return packed
         if fits(self.query, len(packed)):

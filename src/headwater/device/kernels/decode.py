@@ -56,12 +56,11 @@ def _attend(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.load(work_row + item)
-    if row < 0:
-        return
+    is_used = row >= 0
+    row = tl.maximum(row, 0)
     group: tl.constexpr = HEADS // KV_HEADS
     start = tl.load(work_start + item)
     context = tl.load(contexts + row)
@@ -69,6 +68,10 @@ def _attend(
     if WINDOWED:
         start = tl.maximum(start, (tl.maximum(context - window, 0) // KEYS) * KEYS)
     table = tables + tl.load(table_start + row)
+    is_whole = tl.load(row_work + row + 1) - tl.load(row_work + row) == 1
+    start_early(EARLY)
+    if not is_used:
+        return
     of_group = tl.arange(0, QUERIES)
     at = tl.arange(0, WIDTH)
     head = kv_head * group + of_group
@@ -120,7 +123,6 @@ def _attend(
         else:
             summed = tl.dot(weights.to(v.dtype), v, summed)
         highest = higher
-    is_whole = tl.load(row_work + row + 1) - tl.load(row_work + row) == 1
     if SINKS:
         # Counted once per row, by the program that finishes it.
         sink = tl.load(sinks + head, mask=of_group < group, other=0.0).to(tl.float32)
@@ -159,10 +161,10 @@ def _join(
     SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     row = tl.program_id(0)
     begin = tl.load(row_work + row)
     end = tl.load(row_work + row + 1)
+    start_early(EARLY)
     if end - begin == 1:
         return
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -210,7 +212,7 @@ def attend_decodes(
         latent.attend_decodes(query, pool, layer, work, variant, out)
         _join_pieces(work, out, out)
         return
-    if decode_tma.fits(pool, variant):
+    if decode_tma.fits(pool, variant, len(out)):
         decode_tma.attend_decodes(query, pool, layer, work, variant, out)
         return
     if pool.element_size() == 1:
@@ -231,7 +233,7 @@ def _attend_pieces(
     width = max(16, triton.next_power_of_2(dim))
     exact = query.element_size() == 4
     keys = 32 if exact else 64
-    early = starts_early(query)
+    early = starts_early(query, heads * dim)
     _attend[(kv_heads, len(work.work_row))](
         query,
         pool,
@@ -277,10 +279,10 @@ def _join_pieces(
     heads, dim = out.shape[1:]
     # Few rows have many pieces. Among many rows most have one piece, and there is nothing to
     # join.
-    group, at_once, warps = (1, 4, 1) if len(out) <= 64 else (4, 2, 2)
+    group, at_once, warps = (1, 8, 2) if len(out) <= 64 else (4, 2, 2)
     if dim > _MAX_NARROW:  # a latent is as wide as several heads
         group, at_once, warps = (1, 16, 8) if len(out) <= 64 else (4, 2, 4)
-    early = starts_early(out)
+    early = starts_early(out, heads * dim)
     _join[(len(out), triton.cdiv(heads, group))](
         work.row_work,
         work.partial,

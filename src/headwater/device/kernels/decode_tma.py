@@ -31,7 +31,14 @@ _MAX_WIDTH = 256
 """Largest total key size of the heads that are computed together."""
 
 _FEW_ROWS = 64
-"""Up to this many rows, heads are computed together and one tile less is read ahead."""
+"""Up to this many rows, heads are computed together."""
+
+_STAGES = 2
+"""Tiles in flight. With three, fewer programs fit on a processor, and short contexts are slower."""
+
+_MIN_WIDE_ROWS = 8
+"""Least rows with heads of 256 elements. With fewer, the kernel in `decode` is faster: its tiles
+need no descriptors and its pieces are joined by more programs."""
 
 
 @triton.jit
@@ -59,31 +66,40 @@ def _attend_tile(k, v, q, key, end, since, highest, total, summed, scale, WINDOW
 
 @triton.jit
 def _join(partial, partial_lse, begin, end, head, known, at, wanted, HEADS: tl.constexpr,
-          DIM: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
+          DIM: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
+          UNROLLED: tl.constexpr):  # fmt: skip
     """Join the pieces `[begin, end)` of a row, which other programs may have just written."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    summed = tl.zeros([WIDE, QUERIES], tl.float32)
-    for item in range(begin, end):
-        place = item * HEADS + head
-        # From the second-level cache: other processors have written it during this kernel, and
-        # the first-level cache may hold old bytes.
+    # From the second-level cache: other processors have written it during this kernel, and the
+    # first-level cache may hold old bytes.
+    for item in tl.range(begin, end, 8):
+        of_items = item + tl.arange(0, 8)
         level = tl.load(
-            partial_lse + place, mask=known, other=float("-inf"), cache_modifier=".cg"
-        )
-        values = tl.load(
-            partial + place[None, :] * DIM + at[:, None],
-            mask=wanted,
-            other=0.0,
+            partial_lse + of_items[:, None] * HEADS + head[None, :],
+            mask=(of_items < end)[:, None] & known[None, :],
+            other=float("-inf"),
             cache_modifier=".cg",
         )
-        higher = tl.maximum(top, level)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(level - base)
-        decay = tl.exp2(top - base)
-        summed = summed * decay[None, :] + values * weight[None, :]
-        total = total * decay + weight
-        top = higher
+        top = tl.maximum(top, tl.max(level, 0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([WIDE, QUERIES], tl.float32)
+    # Several pieces at a time: their loads do not wait for each other.
+    for first in range(begin, end, UNROLLED):
+        for number in tl.static_range(UNROLLED):
+            item = first + number
+            place = item * HEADS + head
+            level = tl.load(
+                partial_lse + place, mask=known & (item < end), other=float("-inf"),
+                cache_modifier=".cg",
+            )  # fmt: skip
+            values = tl.load(
+                partial + place[None, :] * DIM + at[:, None], mask=wanted & (item < end),
+                other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            weight = tl.exp2(level - top)
+            summed += values * weight[None, :]
+            total += weight
     return summed / tl.where(total == 0, 1.0, total)[None, :]
 
 
@@ -119,12 +135,11 @@ def _attend(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     part = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.load(work_row + item)
-    if row < 0:
-        return
+    is_used = row >= 0
+    row = tl.maximum(row, 0)
     group: tl.constexpr = HEADS // KV_HEADS
     wide: tl.constexpr = DIM * TOGETHER
     start = tl.load(work_start + item)
@@ -134,6 +149,15 @@ def _attend(
     if WINDOWED:
         start = tl.maximum(start, (tl.maximum(since, 0) // KEYS) * KEYS)
     table = tables + tl.load(table_start + row)
+    # Lists and tables are those of the step: no kernel of the step writes them.
+    begin = tl.load(row_work + row)
+    last = tl.load(row_work + row + 1)
+    whole = start + tl.maximum(end - start, 0) // KEYS * KEYS
+    rest_slot = tl.load(table + tl.maximum(tl.minimum(whole, context - 1), 0) // BLOCK_TOKENS)
+    slot = tl.load(table + tl.maximum(tl.minimum(start, context - 1), 0) // BLOCK_TOKENS)
+    start_early(EARLY)
+    if not is_used:
+        return
     of_group = tl.arange(0, QUERIES)
     number = tl.arange(0, wide)
     at = number % DIM
@@ -149,11 +173,9 @@ def _attend(
     summed = tl.zeros([wide, QUERIES], tl.float32)
     scale = scaling * 1.4426950408889634
     column = part * wide
-    whole = start + tl.maximum(end - start, 0) // KEYS * KEYS
     # Threads read a last tile that is not full, only up to its end. The read starts here and is
     # used at the end, so that nothing waits for it.
     rest_key = whole + tl.arange(0, KEYS)
-    rest_slot = tl.load(table + tl.minimum(whole, context - 1) // BLOCK_TOKENS)
     line = rest_slot * block_rows + layer_row + rest_key % BLOCK_TOKENS
     rest = pool + line[:, None].to(tl.int64) * (KV_HEADS * DIM) + (column + number)[None, :]
     in_rest = (rest_key < end)[:, None]
@@ -161,7 +183,6 @@ def _attend(
     rest_v = tl.load(rest + BLOCK_TOKENS * KV_HEADS * DIM, mask=in_rest, other=0.0)
     # Slots are read one iteration ahead: a load that depends on a slot read in the same
     # iteration is not pipelined.
-    slot = tl.load(table + tl.minimum(start, context - 1) // BLOCK_TOKENS)
     for first in tl.range(start, whole, KEYS, num_stages=STAGES):
         place = slot * block_rows + layer_row + first % BLOCK_TOKENS
         slot = tl.load(table + tl.minimum(first + KEYS, end - 1) // BLOCK_TOKENS)
@@ -178,8 +199,6 @@ def _attend(
         )  # fmt: skip
     result = summed / tl.where(total == 0, 1.0, total)[None, :]
     done = row.to(tl.int64) * (HEADS * DIM) + head[None, :] * DIM + at[:, None]
-    begin = tl.load(row_work + row)
-    last = tl.load(row_work + row + 1)
     if last - begin == 1:
         tl.store(out + done, result, mask=wanted)
     else:
@@ -194,7 +213,7 @@ def _attend(
             tl.store(counter, 0)
             joined = _join(
                 partial, partial_lse, begin, last, head, known, at, wanted, HEADS, DIM, wide,
-                QUERIES,
+                QUERIES, 8,
             )  # fmt: skip
             tl.store(out + done, joined, mask=wanted)
 
@@ -206,11 +225,9 @@ def attend_decodes(
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
     heads = out.shape[1]
     group = heads // kv_heads
-    together, stages = 1, 3
-    if len(out) <= _FEW_ROWS:
-        together, stages = _together(group, kv_heads, dim), 2
+    together = _together(group, kv_heads, dim) if len(out) <= _FEW_ROWS else 1
     tiles = TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), [_KEYS, dim * together])
-    early = starts_early(query)
+    early = starts_early(query, heads * dim)
     _attend[(kv_heads // together, len(work.work_row))](
         query,
         tiles,
@@ -239,22 +256,23 @@ def attend_decodes(
         KEYS=_KEYS,
         QUERIES=max(_QUERIES, triton.next_power_of_2(group * together)),
         WINDOWED=variant.window is not None,
-        STAGES=stages,
+        STAGES=_STAGES,
         EARLY=early,
         num_warps=4,
         launch_pdl=early,
     )
 
 
-def fits(pool: Tensor, variant: Variant) -> bool:
-    """Whether TMA can load the tiles of a pool, and attention is plain or windowed."""
+def fits(pool: Tensor, variant: Variant, num_rows: int) -> bool:
+    """Whether TMA can load the tiles of a pool, attention is plain or windowed, and this kernel
+    is faster for so many rows."""
     block_tokens, _, dim = pool.shape[3:]
     return (
         variant.softcap is None
         and variant.sinks is None
         and pool.element_size() == 2
         and block_tokens % _KEYS == 0
-        and dim in (64, 128)
+        and (dim in (64, 128) or (dim == 256 and num_rows >= _MIN_WIDE_ROWS))
         and torch.cuda.get_device_capability(pool.device) >= (9, 0)
     )
 

@@ -10,10 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
-from headwater.device.kernels.early import REQUEST_UNIT, request, start_early, starts_early
+from headwater.device.kernels.early import start_early, starts_early
 
 _FEW_OUTPUTS = 512
 """Outputs of a router: with tiles of two, every processor has work."""
+
+_MANY_OUTPUTS = 1 << 16
+"""Outputs of an output layer."""
+
+_NARROW = 2048
+"""Inputs of a row that two iterations read."""
 
 _UNIT = 256
 """The number of inputs is a multiple of this."""
@@ -49,36 +55,46 @@ def _gemv(
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-    REQUESTED: tl.constexpr,
 ):
-    if REQUESTED > 0:
-        lines: tl.constexpr = 2 * N if GATED else N
-        slab = weight + tl.program_id(0).to(tl.int64) * (lines * SIZE)
-        # Before `start_early`: no kernel writes weights, so they come while the kernel before
-        # still runs.
-        request(slab, REQUESTED, EARLY, 4)
-    start_early(EARLY)
     output = tl.program_id(0) * N + tl.arange(0, N)
     known = output < OUTPUTS
     output = tl.where(known, output, 0)
     line = output
     if GATED:
         line = output * 2
+    lines_at = weight + line[:, None].to(tl.int64) * SIZE
+    if STAGES == 0:
+        # Weights are read one tile ahead, and the first before `start_early`: no kernel writes
+        # weights, so they come while the kernel before still runs.
+        next_w = tl.load(lines_at + tl.arange(0, K)[None, :])
+        if GATED:
+            next_up = tl.load(lines_at + SIZE + tl.arange(0, K)[None, :])
+    start_early(EARLY)
     left = tl.zeros([N, K], tl.float32)
     right = tl.zeros([N, K], tl.float32)
     # The scale of the norm is one number per row, so it is applied to the sums: the row is read
     # only once.
     squares = tl.zeros([K], tl.float32)
-    for first in tl.range(0, SIZE, K, num_stages=STAGES):
+    for first in tl.range(0, SIZE, K, num_stages=STAGES if STAGES > 0 else 1):
         at = first + tl.arange(0, K)
-        w = tl.load(weight + line[:, None].to(tl.int64) * SIZE + at[None, :])
+        if STAGES == 0:
+            w = next_w
+            next_w = tl.load(lines_at + K + at[None, :], mask=(at + K < SIZE)[None, :])
+        else:
+            w = tl.load(lines_at + at[None, :])
         values = tl.load(x + at).to(tl.float32)
         if NORMED:
             squares += values * values
             values = values * tl.load(norm_weight + at).to(tl.float32)
         left += w.to(tl.float32) * values[None, :]
         if GATED:
-            up = tl.load(weight + (line[:, None] + 1).to(tl.int64) * SIZE + at[None, :])
+            if STAGES == 0:
+                up = next_up
+                next_up = tl.load(
+                    lines_at + SIZE + K + at[None, :], mask=(at + K < SIZE)[None, :]
+                )
+            else:
+                up = tl.load(lines_at + SIZE + at[None, :])
             right += up.to(tl.float32) * values[None, :]
     result = tl.sum(left, 1)
     scale = 1.0
@@ -124,15 +140,15 @@ def gemv(
     elif out is None:
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     norm_weight, epsilon = norm or (x, 0.0)
+    early = starts_early(x)
     n, k, stages = _shape(
         size,
         outputs,
         is_normed=norm is not None,
         is_gated=gated,
         is_fp8=scales is not None,
+        is_early=early,
     )
-    early = starts_early(x)
-    slab = (2 * n if gated else n) * size * weight.element_size()
     _gemv[(triton.cdiv(outputs, n),)](
         x,
         weight,
@@ -153,7 +169,6 @@ def gemv(
         ACTIVATION=int(activation),
         STAGES=stages,
         EARLY=early,
-        REQUESTED=slab if outputs % n == 0 and slab % REQUEST_UNIT == 0 else 0,
         num_warps=4,
         launch_pdl=early,
     )
@@ -161,15 +176,25 @@ def gemv(
 
 
 def _shape(
-    size: int, outputs: int, *, is_normed: bool, is_gated: bool, is_fp8: bool
+    size: int, outputs: int, *, is_normed: bool, is_gated: bool, is_fp8: bool, is_early: bool
 ) -> tuple[int, int, int]:
-    """Outputs and inputs of a tile, and iterations read ahead; the fastest of 13 on an H200."""
+    """Outputs and inputs of a tile, and iterations read ahead; the fastest of 13 on an H200.
+
+    A kernel that starts early has small tiles: its programs go where others have ended, so few
+    large ones would be spread unevenly.
+    """
     if is_fp8:
         shape = FP8_SHAPES[is_gated, is_normed]
+    elif is_gated and is_early:
+        shape = (2 if size <= _NARROW else 4, 1024, 1) if size % 1024 == 0 else (8, 256, 0)
     elif is_gated:
         shape = 4, 1024, 1
-    elif outputs >= 1 << 16 or outputs <= _FEW_OUTPUTS:
+    elif outputs <= _FEW_OUTPUTS or (outputs >= _MANY_OUTPUTS and size % _NARROW == 0):
         shape = 2, 1024, 1
+    elif outputs >= _MANY_OUTPUTS:
+        shape = 8, 512, 4
+    elif is_early:
+        shape = (4, 1024, 0) if size % 512 == 0 else (8, 256, 0)
     else:
         shape = (16, 256, 4) if is_normed else (8, 512, 4)
     n, k, stages = shape

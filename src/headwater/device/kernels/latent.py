@@ -245,13 +245,17 @@ def _attend_decodes(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     item = tl.program_id(1)
     row = tl.load(work_row + item)
-    if row < 0:
-        return
+    is_used = row >= 0
+    row = tl.maximum(row, 0)
     start = tl.load(work_start + item)
     end = tl.minimum(start + tl.load(piece), tl.load(contexts + row))
+    table = tables + tl.load(table_start + row)
+    is_whole = tl.load(row_work + row + 1) - tl.load(row_work + row) == 1
+    start_early(EARLY)
+    if not is_used:
+        return
     head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     known = head < HEADS
     at = tl.arange(0, LATENT_WIDTH)
@@ -267,14 +271,13 @@ def _attend_decodes(
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, LATENT_WIDTH], tl.float32)
-    table = tables + tl.load(table_start + row)
     highest, total, summed = _keys_seen(
         q, q_rotated, highest, total, summed, start, end, head, pool, table, block_stride,
         layer_at, scale, LATENT, LATENT_WIDTH, ROTATED, ROTATED_WIDTH, BLOCK_TOKENS, KEYS,
         False, EXACT, STAGES,
     )  # fmt: skip
     result = summed / tl.where(total == 0, 1.0, total)[:, None]
-    if tl.load(row_work + row + 1) - tl.load(row_work + row) == 1:
+    if is_whole:
         done = (row.to(tl.int64) * HEADS + head) * LATENT
         tl.store(out + done[:, None] + at[None, :], result, mask=wanted)
     else:

@@ -13,6 +13,9 @@ from torch import Tensor
 from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.fp8 import power_of_two, scale_exponent
 
+_FEW_ROWS, _FEW_HEADS, _MANY_HEADS = 64, 4, 16
+"""Up to so many rows, a program has few heads, so that there are enough programs."""
+
 
 class HeadNorms(NamedTuple):
     """Norms of single heads before rotation, as in Qwen3."""
@@ -154,11 +157,12 @@ def rotate(
     """
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = packed.shape[1] // dim - 2 * kv_heads
-    group = min(16, triton.next_power_of_2(heads + 2 * kv_heads))
+    most = _FEW_HEADS if len(packed) <= _FEW_ROWS else _MANY_HEADS
+    group = min(most, triton.next_power_of_2(heads + 2 * kv_heads))
     half = table[0].shape[1]
     query_norm, key_norm, epsilon = norms or (packed, packed, 0.0)
     grid = (len(packed), triton.cdiv(heads + 2 * kv_heads, group))
-    early = starts_early(packed)
+    early = starts_early(packed, heads * dim)
     _rotate[grid](
         packed,
         positions,

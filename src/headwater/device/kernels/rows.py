@@ -37,7 +37,7 @@ def embed(
     early = starts_early(tokens)
     _embed[(len(tokens),)](
         tokens, carry, chosen, table, out, scale, HIDDEN=hidden, BLOCK=block,
-        SCALED=scale != 1.0, EARLY=early, launch_pdl=early,
+        SCALED=scale != 1.0, EARLY=early,
     )  # fmt: skip
     return out
 
@@ -106,9 +106,7 @@ def add_normed(x: Tensor, weight: Tensor, epsilon: float, hidden: Tensor) -> Non
 
 
 @triton.jit
-def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
-    start_early(EARLY)
+def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     both_at = 2 * first + tl.arange(0, 2 * BLOCK)
@@ -124,9 +122,7 @@ def gate(x: Tensor, activation: GateActivation = GateActivation.SILU) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), 1024)
-    early = starts_early(x)
     _gate[(rows, triton.cdiv(size, block))](
-        x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation), EARLY=early,
-        launch_pdl=early,
+        x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation),
     )  # fmt: skip
     return out
