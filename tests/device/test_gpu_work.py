@@ -28,7 +28,7 @@ def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
 
 def test_equal_rows_are_cut_into_few_pieces() -> None:
     """One sequence is cut to keep the device busy; many are not cut at all."""
-    assert split_contexts(np.array([1024]), 1, 8).piece == 64
+    assert split_contexts(np.array([1024]), 1, 8).piece == 192
     assert split_contexts(np.full(32, 1024), 32, 8).piece == 512
     assert split_contexts(np.full(256, 1024), 256, 8).piece >= 1024
     assert split_contexts(np.full(32, 1024), 32, 1).piece == 128

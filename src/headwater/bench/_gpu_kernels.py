@@ -23,7 +23,7 @@ from headwater.device.attention.base import Variant
 from headwater.device.gpu.work import num_entries, split_contexts, tiles
 from headwater.device.kernels.decode import attend_decodes
 from headwater.device.kernels.pieces import DecodeWork
-from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel
+from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel, takes_pairs
 from headwater.device.kernels.tiles import ChunkWork, tile_queries
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -232,6 +232,7 @@ def _our_prefill(cell: Cell, pages: Pages) -> Attend:
         tile=tile,
         heads=HEADS,
         has_hopper_kernel=has_hopper_kernel(pages.pool),
+        has_pairs=takes_pairs(pages.pool, HEADS, tile),
     )
     shape = len(shared.row), shared.num_parts, tile, HEADS
     has_parts = shared.num_parts > 1

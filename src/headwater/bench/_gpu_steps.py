@@ -86,7 +86,7 @@ def all_logits(runner: CudaRunner, tokens: list[int]) -> Tensor:
             pool=runner.pool,
             staging=runner._staging,
             heads=decoder.heads,
-            uses_torch_attention=False,
+            min_torch_tokens=None,
         )
         hidden = decoder.embed(step.tokens, step.carry, runner._chosen)
         hidden = decoder.run(

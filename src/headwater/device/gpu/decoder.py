@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
+from headwater.device.gpu.attention import MIN_TORCH_TOKENS
+from headwater.device.gpu.latent_prompt import MIN_EXPANDED_TOKENS, attend_prompt, can_expand
 from headwater.device.gpu.layers import FusedWeights
 from headwater.device.gpu.mlp import (
     MAX_GEMM_ROWS,
@@ -104,13 +106,17 @@ class FusedDecoder:
             first = torch.zeros(128, dtype=torch.int32, device=pool.device)
             self._store(layer, stored, TokenSlots(first, first - 1), pool, 0)
 
-    def uses_torch_attention(self, pool: Tensor) -> bool:
-        """Whether torch may attend long prompts: it is faster and possible if no layer needs a
-        variant."""
-        return is_slower_than_torch(pool) and all(
-            layer.variant.window is None and layer.variant.has_plain_scores
+    def min_torch_tokens(self, pool: Tensor) -> int | None:
+        """Least tokens of a prompt without cached tokens that torch attends, because it is
+        faster; None if it is not, or if a layer needs a variant."""
+        if any(
+            layer.variant.window is not None or not layer.variant.has_plain_scores
             for layer in self.layers
-        )
+        ):
+            return None
+        if all(can_expand(layer.latent, pool) for layer in self.layers):
+            return MIN_EXPANDED_TOKENS
+        return MIN_TORCH_TOKENS if is_slower_than_torch(pool) else None
 
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
         """The first hidden states. A token is taken from `chosen` if `carry` says so."""
@@ -131,16 +137,20 @@ class FusedDecoder:
         attend: Attend,
         *,
         wanted: RowsToCompute | None = None,
+        expanded: int | None = None,
         is_eager: bool = False,
     ) -> Tensor:
         """All layers over `hidden`, `[tokens, size]`, which is overwritten; for all rows or
-        only `wanted`. `is_eager` means that this is not part of a graph."""
+        only `wanted`. Tokens from `expanded` on are a prompt without cached tokens, whose
+        latents are expanded. `is_eager` means that this is not part of a graph."""
         for number, layer in enumerate(self.layers):
             if wanted is not None and number == len(self.layers) - 1:
                 return self._run_last(hidden, places, pool, wanted, is_eager=is_eager)
             packed = self._project_qkv(layer, hidden)
             self._store(layer, packed, places, pool, number)
-            attended = self._attend(layer, packed, places.positions, number, attend)
+            attended = self._attend(
+                layer, packed, places.positions, number, attend, expanded=expanded
+            )
             self._finish_layer(layer, hidden, attended, is_eager=is_eager)
         return hidden
 
@@ -211,12 +221,23 @@ class FusedDecoder:
         positions: Tensor,
         number: int,
         attend: Attend,
+        *,
+        expanded: int | None = None,
     ) -> Tensor:
         """Attention of each row, in the layout of the output projection."""
-        if layer.latent is None:
+        latent = layer.latent
+        if latent is None:
             return attend(number, packed, layer.variant)
-        query = layer.latent.queries(packed, positions, layer.table)
-        return layer.latent.by_head(attend(number, query, layer.variant))
+        if expanded is None:
+            query = latent.queries(packed, positions, layer.table)
+            return latent.by_head(attend(number, query, layer.variant))
+        prompt = attend_prompt(
+            latent, packed[expanded:], positions[expanded:], layer.table, layer.variant.scaling
+        )
+        if not expanded:
+            return prompt
+        others = self._attend(layer, packed[:expanded], positions[:expanded], number, attend)
+        return torch.cat((others, prompt))
 
     def _project_qkv(self, layer: FusedWeights, hidden: Tensor, *, skipped: int = 0) -> Tensor:
         """Q, K and V of each row, without the first `skipped` outputs."""

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.device.gpu.attention import MIN_TORCH_TOKENS, PagedAttention, WholePrompt
+from headwater.device.gpu.attention import PagedAttention, WholePrompt
 from headwater.device.gpu.decoder import TokenSlots
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import split_contexts, tiles
 from headwater.device.kernels.pieces import DecodeWork
-from headwater.device.kernels.prefill import has_hopper_kernel
+from headwater.device.kernels.prefill import has_hopper_kernel, takes_pairs
 from headwater.device.kernels.tiles import ChunkWork, tile_queries
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray, ScheduledBatch
@@ -111,6 +111,8 @@ class PackedStep:
     places: TokenSlots
     logits_at: Tensor
     attention: PagedAttention
+    expanded: int | None = None
+    """The first token of a prompt whose latents are expanded, up to the last token."""
 
 
 def pack(
@@ -120,19 +122,22 @@ def pack(
     pool: KVPool,
     staging: Staging,
     heads: int,
-    uses_torch_attention: bool,
+    min_torch_tokens: int | None,
 ) -> PackedStep:
     """Send the inputs of a step. `carry` is per row: the index among the chosen tokens, or -1.
-    `uses_torch_attention` means that a long prompt may be attended without the pool."""
+    A last row of at least `min_torch_tokens` without cached tokens is attended without the pool."""
     batch, num_decodes = layout.batch, layout.num_decodes
-    whole = _whole(layout) if uses_torch_attention else None
+    whole = None if min_torch_tokens is None else _whole(layout, min_torch_tokens)
+    expands = whole is not None and pool.data.shape[2] == 1
     pieces = split_contexts(layout.contexts[:num_decodes], max(num_decodes, 1), pool.kv_heads)
     chunks = slice(num_decodes, len(layout.counts) - (whole is not None))
     longest = int(layout.counts[chunks].max(initial=0))
     tile = tile_queries(pool.dtype, pool.head_dim, longest)
     shared = tiles(
         layout.counts[chunks], layout.contexts[chunks],
-        first_row=num_decodes, tile=tile, heads=heads, has_hopper_kernel=has_hopper_kernel(pool.data, pool.dtype),
+        first_row=num_decodes, tile=tile, heads=heads,
+        has_hopper_kernel=has_hopper_kernel(pool.data, pool.dtype),
+        has_pairs=takes_pairs(pool.data, heads, tile),
     )  # fmt: skip
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
@@ -165,7 +170,10 @@ def pack(
         :9
     ]
     attention = PagedAttention(
-        pool=pool.data, heads=heads, value_dim=pool.value_dim, whole=whole
+        pool=pool.data,
+        heads=heads,
+        value_dim=pool.value_dim,
+        whole=None if expands else whole,
     )
     if num_decodes:
         attention.num_decodes = num_decodes
@@ -200,6 +208,7 @@ def pack(
         places=TokenSlots(positions, slots),
         logits_at=logits_at,
         attention=attention,
+        expanded=whole.start if whole is not None and expands else None,
     )
 
 
@@ -211,10 +220,10 @@ def _max_converted(pool: KVPool) -> int:
     return _CONVERTED_BYTES // layer_bytes
 
 
-def _whole(layout: Layout) -> WholePrompt | None:
+def _whole(layout: Layout, min_tokens: int) -> WholePrompt | None:
     """The last row, if it is a long prompt without a cached prefix."""
     count = int(layout.counts[-1])
-    if count < MIN_TORCH_TOKENS or count != layout.contexts[-1]:
+    if count < min_tokens or count != layout.contexts[-1]:
         return None
     return WholePrompt(int(layout.batch.query_start[-2]), count)
 

@@ -23,6 +23,9 @@ class ModuleDecoder:
         self._module = module
         self.heads = own_heads(module)
 
+    def min_torch_tokens(self, _pool: Tensor) -> None:
+        """As in the fused decoder: torch attends no prompt of these models."""
+
     def logits(self, step: PackedStep, chosen: Tensor) -> Tensor:
         """Logits of the sampled rows."""
         carried = chosen.index_select(0, step.carry.clamp(min=0))

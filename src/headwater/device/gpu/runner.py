@@ -258,8 +258,7 @@ class CudaRunner:
             pool=self.pool,
             staging=self._staging,
             heads=decoder.heads,
-            uses_torch_attention=isinstance(decoder, FusedDecoder)
-            and decoder.uses_torch_attention(self.pool.data),
+            min_torch_tokens=decoder.min_torch_tokens(self.pool.data),
         )
         if layout.batch.awaits:
             step.attention.gate = self._gate(layout.batch)
@@ -279,6 +278,7 @@ class CudaRunner:
             wanted=None
             if scored is not None
             else RowsToCompute(step.logits_at, attention.attend_sampled),
+            expanded=step.expanded,
             is_eager=True,
         )
         project = decoder.logits if self.graphs is None else self.graphs.project

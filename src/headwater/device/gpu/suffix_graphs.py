@@ -15,10 +15,18 @@ from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute, TokenSlots
 from headwater.device.gpu.inputs import Layout, arrived, partials
 from headwater.device.gpu.staging import Staging
-from headwater.device.gpu.work import MAX_PARTS, PIECE_STEP, num_entries, split_contexts
+from headwater.device.gpu.work import (
+    MAX_PARTS,
+    PART_STEP,
+    PIECE_STEP,
+    num_entries,
+    num_parts_of,
+    split_contexts,
+)
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
 from headwater.device.kernels.pieces import DecodeWork
+from headwater.device.kernels.prefill import takes_pairs
 from headwater.device.kernels.tiles import ChunkWork, tile_queries
 from headwater.device.kv import KVPool
 
@@ -26,6 +34,9 @@ _SIZES = (16, 64)
 """Numbers of tokens that get a graph."""
 
 _SCALARS = ("logits_at", "context", "query_start", "zero", "part_keys", "piece", "work_begin")
+_LONG = np.array([1 << 20])
+"""A context that has as many parts as any. In the graph, a short one has parts without keys."""
+
 _ALIGN = 16
 """Every array begins at a multiple of this many integers, so that kernels are compiled for this
 alignment only."""
@@ -60,7 +71,10 @@ class SuffixGraphs:
         self._inputs = torch.zeros(end + max_table, dtype=torch.int32, device=pool.device)
         self._staging = Staging(end + max_table, num_buffers=3)
         heads, tile = decoder.heads, self._tile
-        self._chunk_partials = partials(MAX_PARTS * tile, heads, pool)
+        self._num_parts = MAX_PARTS
+        if takes_pairs(pool.data, heads, tile):
+            self._num_parts = num_parts_of(heads, _LONG, has_pairs=True)
+        self._chunk_partials = partials(self._num_parts * tile, heads, pool)
         self._row_partials = partials(num_entries(1, pool.kv_heads), heads, pool)
         self._arrived = arrived(1, pool)
 
@@ -108,7 +122,7 @@ class SuffixGraphs:
             room = max(size, len(values))
             view[start : start + len(values)] = values
             view[start + len(values) : start + room] = absent
-        part_keys = -(-context // (MAX_PARTS * PIECE_STEP)) * PIECE_STEP
+        part_keys = -(-context // (self._num_parts * PART_STEP)) * PART_STEP
         for name, value in (
             ("logits_at", count - 1),
             ("context", context),
@@ -131,7 +145,7 @@ class SuffixGraphs:
         for name in ("carry", "slots"):
             self._view(name, size).fill_(-1)
         self._view("work_row", num_entries(1, self._pool.kv_heads)).fill_(-1)
-        for name, value in (("context", 1), ("part_keys", PIECE_STEP), ("piece", PIECE_STEP)):
+        for name, value in (("context", 1), ("part_keys", PART_STEP), ("piece", PIECE_STEP)):
             self._view(name, 1).fill_(value)
         graph = torch.cuda.CUDAGraph()
         self._step(size)  # compiles the kernels, which is not possible during a capture
@@ -158,7 +172,7 @@ class SuffixGraphs:
                 tile_row=zero,
                 tile_start=zero,
                 longest_context=0,
-                num_parts=MAX_PARTS,
+                num_parts=self._num_parts,
                 part_keys=self._view("part_keys", 1),
                 partial=self._chunk_partials[0],
                 partial_lse=self._chunk_partials[1],

@@ -12,8 +12,13 @@ from headwater.device.kv import Ints
 from headwater.scheduler.batch import IntArray
 
 PIECE_STEP = 64
-"""Pieces and parts begin at multiples of this, because kernels read this many keys at once, or
-half."""
+PART_STEP = 128
+"""Pieces of decodes and parts of tiles begin at multiples of these, because kernels read so many
+keys at once, or fewer."""
+
+_MIN_PIECE = 192
+"""Least tokens of a piece, unless there is one KV head. A short context in more pieces takes longer
+to join than it saves."""
 
 _SPARE = 64
 _SPARE_OF_ONE = 256
@@ -23,7 +28,8 @@ pieces that fit into these entries.
 
 
 _PROGRAMS = 512
-"""Programs that keep the device busy."""
+_PAIR_PROGRAMS = 128
+"""Programs that keep the device busy, and those for pairs of heads, one per processor."""
 
 _MIN_PART_KEYS = 512
 """Fewest keys of a part."""
@@ -60,7 +66,8 @@ def split_contexts(contexts: Ints, num_rows: int, kv_heads: int) -> Pieces:
     total = int(contexts.sum())
     # A row has at most one piece more than its share, so this always fits.
     piece = max(-(-total // max(room - len(contexts), 1)), 1)
-    piece = -(-piece // PIECE_STEP) * PIECE_STEP
+    least = PIECE_STEP if kv_heads == 1 else _MIN_PIECE
+    piece = max(-(-piece // PIECE_STEP) * PIECE_STEP, least)
     counts = -(-contexts // piece)
     ends = np.cumsum(counts)
     used = int(ends[-1]) if len(ends) else 0
@@ -96,10 +103,11 @@ def tiles(
     tile: int,
     heads: int,
     has_hopper_kernel: bool,
+    has_pairs: bool = False,
 ) -> Tiles:
     """Tiles of rows from `first_row` on, with this many queries and tokens in total. Few tiles
     are cut into parts, so that every processor has work. `has_hopper_kernel` means that the
-    device has a kernel for many tiles."""
+    device has a kernel for many tiles, `has_pairs` that it has one for parts of pairs of heads."""
     each = -(-counts // tile)
     ends = np.cumsum(each)
     rows = np.repeat(np.arange(len(counts)), each)
@@ -116,8 +124,8 @@ def tiles(
         and programs >= _MIN_HOPPER_PROGRAMS
         and int(counts @ contexts) >= _MIN_HOPPER_SCORES
     )
-    num_parts = _num_parts(programs, contexts)
-    part = -(-contexts // (num_parts * PIECE_STEP)) * PIECE_STEP
+    num_parts = num_parts_of(programs, contexts, has_pairs=has_pairs)
+    part = -(-contexts // (num_parts * PART_STEP)) * PART_STEP
     return Tiles(
         (rows + first_row).astype(np.int32),
         starts.astype(np.int32),
@@ -127,9 +135,10 @@ def tiles(
     )
 
 
-def _num_parts(programs: int, contexts: Ints) -> int:
+def num_parts_of(programs: int, contexts: Ints, *, has_pairs: bool) -> int:
+    """Parts of each tile, for this many tiles over all heads."""
     longest = int(contexts.max()) if len(contexts) else 0
-    wanted = _PROGRAMS // max(programs, 1)
+    wanted = (_PAIR_PROGRAMS * 2 if has_pairs else _PROGRAMS) // max(programs, 1)
     num_parts = max(min(wanted, longest // _MIN_PART_KEYS, MAX_PARTS), 1)
     # Powers of two, because each number of parts is a separate kernel.
     return 1 << (num_parts.bit_length() - 1)

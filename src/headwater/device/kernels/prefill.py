@@ -20,7 +20,7 @@ from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
 
 _HAS_HOPPER_KERNEL = triton.__version__.startswith("3.6.")
 if _HAS_HOPPER_KERNEL:
-    from headwater.device.kernels import prefill_hopper
+    from headwater.device.kernels import prefill_hopper, prefill_pairs
 
 
 @triton.jit
@@ -296,6 +296,17 @@ def has_hopper_kernel(pool: Tensor, dtype: torch.dtype | None = None) -> bool:
     )
 
 
+def takes_pairs(pool: Tensor, heads: int, tile: int) -> bool:
+    """Whether two heads of a short tile are attended together, if its keys are cut into
+    parts."""
+    return (
+        tile == LARGE_TILE // 2
+        and pool.element_size() == 2
+        and has_hopper_kernel(pool)
+        and heads // pool.shape[4] % 2 == 0
+    )
+
+
 def is_slower_than_torch(pool: Tensor) -> bool:
     """Whether torch's own kernel is faster for prompts that are contiguous.
 
@@ -338,6 +349,11 @@ def attend_chunks(
         return
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads, tiles = out.shape[1], len(work.tile_row)
+    has_parts = work.num_parts > 1
+    if has_parts and takes_pairs(pool, heads, work.tile) and prefill_hopper.fits(variant):
+        prefill_pairs.attend_parts(query, pool, layer, work, variant, heads)
+        _join_parts(work, out, out)
+        return
     exact = query.element_size() == 4
     sinks = out if variant.sinks is None else variant.sinks
     width = max(16, triton.next_power_of_2(dim))

@@ -25,36 +25,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwater.device.attention.base import Variant
-from headwater.device.kernels.ring import await_filled, await_room, leave, make_ring
-from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
-
-_HALF = gl.constexpr(LARGE_TILE // 2)
-"""Queries of a group of warps."""
-
-_KEYS = gl.constexpr(128)
-"""Keys of a tile."""
-
-_PAGE = gl.constexpr(64)
-"""Keys that must be contiguous in the pool."""
-
-_STAGES = gl.constexpr(2)
-"""Tiles in flight."""
-
-_REGISTERS = gl.constexpr(240)
-"""Registers of a thread that computes."""
-
-_ALL_REGISTERS = 168
-"""Registers per thread, on average over all threads."""
+from headwater.device.kernels.hopper_tiles import (
+    ALL_REGISTERS,
+    GROUP_QUERIES,
+    PAGE_KEYS,
+    REGISTERS,
+    STAGES,
+    TILE_KEYS,
+    TYPES,
+    load_tile,
+    next_tile,
+    softmax_tile,
+    zero_tail,
+)
+from headwater.device.kernels.ring import await_filled, leave, make_ring
+from headwater.device.kernels.tiles import ChunkWork
 
 _SHARED_BYTES = 32 << 20
 """KV that programs running together should share: about half of the device's cache."""
-
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 class _Lists(NamedTuple):
@@ -115,7 +107,7 @@ def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
     count = gl.load(lists.query_start + row + 1) - packed
     context = gl.load(lists.contexts + row)
     first = context - count + start
-    end = gl.minimum(context, first + 2 * _HALF)
+    end = gl.minimum(context, first + 2 * GROUP_QUERIES)
     table = gl.load(lists.table_start + row)
     return _Item(exists, head, packed + start, count - start, context, first, end, table)
 
@@ -133,97 +125,26 @@ def _load_tiles(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
                 mbarrier.wait(q.empty.index(which), (turn & 1) ^ 1)
                 mbarrier.expect(q.ready.index(which), queries.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    queries, [item.token + which * _HALF, item.head * DIM], q.ready.index(which),
+                    queries, [item.token + which * GROUP_QUERIES, item.head * DIM], q.ready.index(which),
                     q.buffers.index(which),
                 )  # fmt: skip
             # There is no page after the last one: it is loaded again, and is not seen.
-            last = (item.context - 1) // _PAGE * _PAGE
+            last = (item.context - 1) // PAGE_KEYS * PAGE_KEYS
             column = item.head // (HEADS // KV_HEADS) * DIM
             # Slots are read one tile ahead.
             slot = gl.load(tables + item.table)
-            slot_2 = gl.load(tables + item.table + gl.minimum(_PAGE, last) // BLOCK_TOKENS)
-            for key in range(0, item.end, _KEYS):
-                page_2 = gl.minimum(key + _PAGE, last)
+            slot_2 = gl.load(tables + item.table + gl.minimum(PAGE_KEYS, last) // BLOCK_TOKENS)
+            for key in range(0, item.end, TILE_KEYS):
+                page_2 = gl.minimum(key + PAGE_KEYS, last)
                 line = slot * block_rows + layer_row + key % BLOCK_TOKENS
                 line_2 = slot_2 * block_rows + layer_row + page_2 % BLOCK_TOKENS
-                after = gl.minimum(key + _KEYS, last)
+                after = gl.minimum(key + TILE_KEYS, last)
                 slot = gl.load(tables + item.table + after // BLOCK_TOKENS)
-                after = gl.minimum(key + _KEYS + _PAGE, last)
+                after = gl.minimum(key + TILE_KEYS + PAGE_KEYS, last)
                 slot_2 = gl.load(tables + item.table + after // BLOCK_TOKENS)
-                _load_tile(pool, line, line_2, column, k, done)
-                _load_tile(pool, line + BLOCK_TOKENS, line_2 + BLOCK_TOKENS, column, v, done)
+                load_tile(pool, line, line_2, column, k, done)
+                load_tile(pool, line + BLOCK_TOKENS, line_2 + BLOCK_TOKENS, column, v, done)
                 done += 1
-
-
-@gluon.jit
-def _load_tile(pool, line, line_2, column, ring, done):
-    buffer, bar = await_room(ring, done, 2 * pool.block_type.nbytes)
-    tma.async_copy_global_to_shared(pool, [line, column], bar, buffer.slice(0, _PAGE, dim=0))
-    tma.async_copy_global_to_shared(
-        pool, [line_2, column], bar, buffer.slice(_PAGE, _PAGE, dim=0)
-    )
-
-
-@gluon.jit
-def _softmax_tile(scores, highest, total, key, at, scale, MASKED: gl.constexpr):
-    """Online softmax: weights of one tile, and the factor `decay` for the sums so far."""
-    if MASKED:
-        scores = gl.where(key[None, :] <= at[:, None], scores, float("-inf"))
-    higher = gl.maximum(highest, gl.max(scores, 1))
-    decay = gl.exp2((highest - higher) * scale)
-    weights = gl.exp2(scores * scale - (higher * scale)[:, None])
-    total = total * decay + gl.sum(weights, 1)
-    return weights, decay, higher, total
-
-
-@gluon.jit
-def _rescale(summed, decay):
-    """Multiply only if that makes a difference, which is rare after the first tiles."""
-    decay = gl.convert_layout(decay, gl.SliceLayout(1, summed.type.layout), assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .pred less;
-            setp.neu.f32 less, $2, 0f3F800000;
-            mov.f32 $0, $1;
-            @less mul.f32 $0, $1, $2;
-        }""",
-        "=f,f,f",
-        [summed, decay[:, None]],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _next_tile(query, k, v, done, key, at, scale, weights, highest, total, summed, unused,
-               MASKED: gl.constexpr):  # fmt: skip
-    """Scores of tile `done`, at the same time as the sums of the tile before."""
-    keys = await_filled(k, done)
-    values = await_filled(v, done - 1)
-    scores = warpgroup_mma(query, keys.permute((1, 0)), unused, use_acc=False, is_async=True)
-    summed = warpgroup_mma(weights, values, summed, is_async=True)
-    new = warpgroup_mma_wait(1, deps=(scores,))
-    leave(k, done)
-    decay = highest  # a value of the right type; it is replaced below
-    if (
-        done > -1
-    ):  # always true, but keeps the compiler from moving the softmax behind the wait for sums
-        new, decay, highest, total = _softmax_tile(new, highest, total, key, at, scale, MASKED)
-    summed, weights = warpgroup_mma_wait(0, deps=(summed, weights))
-    leave(v, done - 1)
-    weights = gl.convert_layout(new.to(query.dtype), weights.type.layout, assert_trivial=True)
-    return weights, highest, total, _rescale(summed, decay)
-
-
-@gluon.jit
-def _zero_tail(v, key, context, DIM: gl.constexpr):
-    """Write zeros where a tile has no keys: zero times undefined memory could be NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    keys = key + gl.arange(0, _KEYS // 2, layout=gl.SliceLayout(1, layout))
-    values = v.load(layout)
-    v.store(gl.where((keys < context)[:, None], values, gl.zeros_like(values)))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -232,7 +153,7 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
     """One half of the queries of each item."""
     dtype: gl.constexpr = q.buffers.dtype
     by_key: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _KEYS, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_KEYS, 16]
     )
     by_value: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16]
@@ -240,17 +161,19 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
     of_query: gl.constexpr = gl.DotOperandLayout(0, by_key, k_width=2)
     of_weight: gl.constexpr = gl.DotOperandLayout(0, by_value, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, by_value)
-    key = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, by_key))
-    unused = gl.zeros((_HALF, _KEYS), gl.float32, layout=by_key)
+    key = gl.arange(0, TILE_KEYS, layout=gl.SliceLayout(0, by_key))
+    unused = gl.zeros((GROUP_QUERIES, TILE_KEYS), gl.float32, layout=by_key)
     done = 0
     cleaned = 0
     for turn in range(lists.turns):
         item = _take(turn, lists, HEADS, KV_HEADS)
         if item.exists:
-            first = item.first + WHICH * _HALF
-            at = first + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_key))
-            tiles = gl.cdiv(item.end, _KEYS)
-            plain = gl.maximum((first + 1) // _KEYS, 1)  # before it every query sees every key
+            first = item.first + WHICH * GROUP_QUERIES
+            at = first + gl.arange(0, GROUP_QUERIES, layout=gl.SliceLayout(1, by_key))
+            tiles = gl.cdiv(item.end, TILE_KEYS)
+            plain = gl.maximum(
+                (first + 1) // TILE_KEYS, 1
+            )  # before it every query sees every key
             mbarrier.wait(q.ready.index(WHICH), turn & 1)
             query = q.buffers.index(WHICH).load(of_query)
             fence_async_shared()
@@ -260,31 +183,29 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
             leave(k, done)
             highest = gl.full_like(at, float("-inf"), dtype=gl.float32)
             total = gl.full_like(at, 0.0, dtype=gl.float32)
-            weights, _, highest, total = _softmax_tile(
+            weights, _, highest, total = softmax_tile(
                 scores, highest, total, key, at, scale, True
             )
             weights = gl.convert_layout(weights.to(dtype), of_weight, assert_trivial=True)
-            summed = gl.zeros((_HALF, DIM), gl.float32, layout=by_value)
+            summed = gl.zeros((GROUP_QUERIES, DIM), gl.float32, layout=by_value)
             done += 1
             for _ in range(1, plain):
-                weights, highest, total, summed = _next_tile(
+                weights, highest, total, summed = next_tile(
                     query, k, v, done, key, at, scale, weights, highest, total, summed, unused,
                     False,
                 )  # fmt: skip
                 done += 1
             for tile in range(plain, tiles):
-                weights, highest, total, summed = _next_tile(
-                    query, k, v, done, tile * _KEYS + key, at, scale, weights, highest, total,
+                weights, highest, total, summed = next_tile(
+                    query, k, v, done, tile * TILE_KEYS + key, at, scale, weights, highest, total,
                     summed, unused, True,
                 )  # fmt: skip
                 done += 1
             values = await_filled(v, done - 1)
-            if tiles * _KEYS > item.context:
-                half: gl.constexpr = _KEYS // 2
-                first_key = (tiles - 1) * _KEYS + WHICH * half
-                _zero_tail(
-                    values.slice(WHICH * half, half, dim=0), first_key, item.context, DIM
-                )
+            if tiles * TILE_KEYS > item.context:
+                half: gl.constexpr = TILE_KEYS // 2
+                first_key = (tiles - 1) * TILE_KEYS + WHICH * half
+                zero_tail(values.slice(WHICH * half, half, dim=0), first_key, item.context, DIM)
                 mbarrier.arrive(clean, count=1)
                 mbarrier.wait(clean, cleaned & 1)
                 cleaned += 1
@@ -292,7 +213,7 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
             leave(v, done - 1)
             share = gl.convert_layout(1.0 / total, rows, assert_trivial=True)
             result = (summed * share[:, None]).to(dtype)
-            inside = gl.arange(0, _HALF, layout=rows) + WHICH * _HALF
+            inside = gl.arange(0, GROUP_QUERIES, layout=rows) + WHICH * GROUP_QUERIES
             number = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_value))
             place = out + (item.token + inside).to(gl.int64)[:, None] * (HEADS * DIM)
             place += item.head * DIM + number[None, :]
@@ -306,9 +227,9 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
     dtype: gl.constexpr = pool.dtype
     layout: gl.constexpr = pool.layout
     # Not a ring: each group of warps has a buffer, which is filled once per item.
-    q = make_ring(dtype, layout, 2, _HALF, DIM, 1)
-    k = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
-    v = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
+    q = make_ring(dtype, layout, 2, GROUP_QUERIES, DIM, 1)
+    k = make_ring(dtype, layout, STAGES, TILE_KEYS, DIM, 2)
+    v = make_ring(dtype, layout, STAGES, TILE_KEYS, DIM, 2)
     clean = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(clean, count=2)
     fence_async_shared()
@@ -324,7 +245,7 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
                       KV_HEADS, DIM, BLOCK_TOKENS)),
         ],
         [4, 1],
-        [_REGISTERS, 24],
+        [REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -337,8 +258,8 @@ def attend_chunks(
     processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
     items = heads * tiles
     programs = min(items, processors)
-    queries, page = [_HALF.value, dim], [_PAGE.value, dim]
-    layout = gl.NVMMASharedLayout.get_default_for(page, _TYPES[pool.dtype])
+    queries, page = [GROUP_QUERIES.value, dim], [PAGE_KEYS.value, dim]
+    layout = gl.NVMMASharedLayout.get_default_for(page, TYPES[pool.dtype])
     _attend[(programs,)](
         TensorDescriptor.from_tensor(query[:, : heads * dim], queries, layout),
         TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), page, layout),
@@ -361,7 +282,7 @@ def attend_chunks(
         DIM=dim,
         BLOCK_TOKENS=block_tokens,
         num_warps=4,
-        maxnreg=_ALL_REGISTERS,
+        maxnreg=ALL_REGISTERS,
     )
 
 
@@ -369,8 +290,8 @@ def takes(pool: Tensor, dtype: torch.dtype) -> bool:
     """Whether the device is a Hopper, and tiles of keys are contiguous in a pool of `dtype`."""
     block_tokens, _, dim = pool.shape[3:]
     return (
-        dtype in _TYPES
-        and block_tokens % _PAGE.value == 0
+        dtype in TYPES
+        and block_tokens % PAGE_KEYS.value == 0
         and dim in (64, 128)
         and torch.cuda.get_device_capability(pool.device)[0] == 9
     )

@@ -44,7 +44,7 @@ class ChunkWork:
 
     num_parts: int = 1
     part_keys: Tensor
-    """Per tile: keys in a part, a multiple of 64; a tile has `num_parts` of them."""
+    """Per tile: keys in a part, a multiple of 128; a tile has `num_parts` of them."""
 
     partial: Tensor
     """`[tiles, parts, tile, heads, dim]`, float32: memory for partial results, if there are
