@@ -35,6 +35,7 @@ def embed(
     out = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(hidden)
     early = starts_early(tokens)
+    # The first kernel of a step is launched as usual, so that it sees what was sent for the step.
     _embed[(len(tokens),)](
         tokens, carry, chosen, table, out, scale, HIDDEN=hidden, BLOCK=block,
         SCALED=scale != 1.0, EARLY=early,
