@@ -54,14 +54,12 @@ def row(number: int, grammar: str, output: str, name: str = "") -> MaskedRow:
     return MaskedRow(number, RequestId(name or f"r{number}"), grammar, tokens)
 
 
-def take(
-    workers: MaskWorkers, *rows: MaskedRow, until: int = 1, is_awaited: bool = False
-) -> StepMasks:
+def take(workers: MaskWorkers, *rows: MaskedRow, until: int = 1) -> StepMasks:
     """The masks, when at least `until` of them are ready."""
     clock = SystemClock()
     end_s = clock.now() + 20.0
     while True:
-        found = workers.begin(rows, is_awaited=is_awaited).take(is_alone=True)
+        found = workers.begin(rows).take(is_alone=True)
         if len(found.rows) + len(found.failed) >= until:
             return found
         assert clock.now() < end_s, f"no {until} masks: {found}"
@@ -104,13 +102,12 @@ def test_a_late_mask_delays_no_other_row(workers, compiler):
     assert allowed(letters) == set(b"abcdefghijklmnopqrstuvwxyz")
 
 
-@pytest.mark.parametrize("is_awaited", [False, True])
-def test_many_rows_are_made_together(workers, is_awaited):
+def test_many_rows_are_made_together(workers):
     """When each state is known, the next masks come together, in the order of rows."""
 
     def ask(output):
         rows = [row(number, DIGITS, output) for number in range(4)]
-        return take(workers, *rows, until=4, is_awaited=is_awaited)
+        return take(workers, *rows, until=4)
 
     ask("")
     ask("1")
@@ -119,26 +116,23 @@ def test_many_rows_are_made_together(workers, is_awaited):
     assert all(allowed(words) == set(b"0123456789") for words in found.words)
 
 
-def test_masks_that_are_awaited_are_made_by_the_caller(workers, monkeypatch):
-    """Only fast masks are: a grammar that is not compiled yet has a thread. An error ends the
-    requests of the group, not the loop."""
-    callers = []
-    make_group = workers._make_group
+def test_an_unexpected_error_of_the_library_ends_its_request_alone(workers, monkeypatch):
+    """The thread and the other requests of the group continue."""
+    for output in ("", "1"):
+        take(workers, *(row(number, DIGITS, output) for number in range(3)), until=3)
+    consume = workers._consume
 
-    def make(*group):
-        callers.append(threading.current_thread())
-        make_group(*group)
+    def fail_once(state, output):
+        if state is broken:
+            raise RuntimeError("a bug")
+        consume(state, output)
 
-    monkeypatch.setattr(workers, "_make_group", make)
-    for output in ("", "1", "12"):
-        rows = [row(number, DIGITS, output) for number in range(3)]
-        take(workers, *rows, until=3, is_awaited=True)
-    assert callers
-    assert set(callers) == {threading.current_thread()}
-
-    monkeypatch.setattr(workers, "_make_group", None)
-    ended = workers.begin([row(0, DIGITS, "123")], is_awaited=True).take(is_alone=True)
-    assert "the mask could not be made" in ended.failed[0]
+    monkeypatch.setattr(workers, "_consume", fail_once)
+    rows = [row(number, DIGITS, "12") for number in range(3)]
+    broken = workers._states[rows[1].request_id]
+    found = take(workers, *rows, until=3)
+    assert found.failed == {1: "the mask could not be made: a bug"}
+    assert found.rows == [0, 2]
 
 
 def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypatch):
@@ -167,6 +161,34 @@ def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypat
     begun.set()
     assert sorted(found.rows) == [0, 1, 2]
     assert all(allowed(words) == set(range(48, 58)) for words in found.words)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_slow_mask_does_not_delay_those_before_it_in_its_group(
+    workers, monkeypatch, is_alone
+):
+    """They are taken while the rest of the group is being made."""
+    for output in ("", "9"):
+        take(workers, *(row(number, DIGITS, output) for number in range(3)), until=3)
+    released = threading.Event()
+    consume = workers._consume
+
+    def consume_late(state, output):
+        if len(output) == 2 and state is last:
+            assert released.wait(30)
+        consume(state, output)
+
+    monkeypatch.setattr(workers, "_consume", consume_late)
+    rows = [row(number, DIGITS, "99") for number in range(3)]
+    last = workers._states[rows[2].request_id]
+    pending = workers.begin(rows)
+    found = pending.take(is_alone=is_alone, grace_s=0.5)
+    assert found.rows == [0, 1]
+    assert found.late == [2]
+    assert all(allowed(words) == set(b"0123456789") for words in found.words)
+
+    released.set()
+    assert take(workers, *rows, until=3).late == []
 
 
 @pytest.mark.parametrize(

@@ -162,11 +162,9 @@ def begin_masks(
     masks: MaskWorkers | None,
     batch: ScheduledBatch,
     carried: dict[int, int],
-    *,
-    is_awaited: bool = False,
 ) -> PendingMasks | None:
     """Start to make masks for the rows with a grammar; None if there are none. A row gets none
-    if the token before it was not sampled. `is_awaited` is that of `MaskWorkers.begin`."""
+    if the token before it was not sampled."""
     rows = []
     for i, params in enumerate(batch.params):
         if not params.grammar:
@@ -184,7 +182,7 @@ def begin_masks(
         return None
     if masks is None:
         raise InvariantError("a row has a grammar, and this runner has no masks")
-    return masks.begin(rows, is_awaited=is_awaited)
+    return masks.begin(rows)
 
 
 def void_unmasked(

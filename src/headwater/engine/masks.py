@@ -9,14 +9,15 @@ the tokens that it has consumed: after a preemption, a hand-off or a continuatio
 instance.
 """
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from headwater.clock import Clock
@@ -24,20 +25,19 @@ from headwater.engine.grammar import GrammarCompiler
 from headwater.errors import RequestError
 from headwater.types import RequestId, Tokens
 
+log = logging.getLogger(__name__)
+
 MaskWords = NDArray[np.int32]
 """One bit per token, 32 in a word, lowest bit first."""
 
 _SLOW_S = 0.003
 """A grammar whose mask takes longer gets its own thread from then on."""
 
-_SLOW_GROUP_S = 0.010
-"""If a group takes longer, it has a slow mask in it; each mask is timed alone the next time."""
-
 _GRACE_S = 0.002
 """Longest wait for masks when the step has ended and other rows wait."""
 
 _ALONE_S = 0.050
-"""Longest wait for masks when no row of the step could choose a token."""
+"""Longest wait for a first mask when no row of the step could choose a token."""
 
 
 class MaskedRow(NamedTuple):
@@ -65,31 +65,26 @@ class StepMasks:
 
 
 class MaskState:
-    """The position of one request in its grammar. A worker owns it while its future is
-    pending."""
+    """The position of one request in its grammar. A worker owns it while `is_busy`."""
 
-    __slots__ = ("error", "future", "grammar", "is_slow", "matcher", "seen", "words")
+    __slots__ = ("error", "future", "grammar", "is_busy", "is_slow", "made_for", "matcher",
+                 "seen", "words")  # fmt: skip
 
-    def __init__(self, grammar: str, num_words: int) -> None:
+    def __init__(self, grammar: str) -> None:
         self.grammar = grammar
         self.matcher: LLMatcher | None = None
         self.seen: Tokens | None = None
         """Output tokens that the matcher has consumed; None before the first mask."""
-        self.words: MaskWords = np.zeros(num_words, dtype=np.int32)
+        self.words: MaskWords | None = None
+        self.made_for: int | None = None
+        """`words` are the mask after this many of `seen`. A worker writes it last, so a state
+        that has it can be read although the rest of its group is still being made."""
         self.error: str | None = None
         self.is_slow = True
         """True until a mask was fast once, because compilation may take long."""
+        self.is_busy = False
         self.future: Future[None] | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self.future is not None and not self.future.done()
-
-    def failure(self) -> str | None:
-        """Why no mask can be made. Read it only while no worker owns the state."""
-        if self.future is not None and (bug := self.future.exception()) is not None:
-            return f"the mask could not be made: {bug}"
-        return self.error
+        """The call that makes its mask; a group has one for all its states."""
 
     def continues(self, output: Tokens) -> bool:
         """Whether `output` begins with the consumed tokens."""
@@ -106,9 +101,7 @@ class MaskState:
 
     def is_for(self, output: Tokens) -> bool:
         """Whether its words are the mask after `output`."""
-        return (
-            self.seen is not None and len(self.seen) == len(output) and self.continues(output)
-        )
+        return self.made_for == len(output) and self.continues(output)
 
 
 class MaskWorkers:
@@ -124,15 +117,13 @@ class MaskWorkers:
         self._states: OrderedDict[RequestId, MaskState] = OrderedDict()
         self._group = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._alone = ThreadPoolExecutor(num_threads, thread_name_prefix="slow-masks")
-        self._executor: LLExecutor | None = None
 
     @property
     def num_states(self) -> int:
         return len(self._states)
 
-    def begin(self, rows: Sequence[MaskedRow], *, is_awaited: bool = False) -> "PendingMasks":
-        """Start to make the masks of `rows`. With `is_awaited` the caller takes them at once, so
-        masks that are expected to be fast are made on its thread, which saves waking others."""
+    def begin(self, rows: Sequence[MaskedRow]) -> "PendingMasks":
+        """Start to make the masks of `rows`."""
         together: list[tuple[MaskedRow, MaskState]] = []
         apart: list[tuple[MaskedRow, MaskState]] = []
         begun: set[Future[None]] = set()
@@ -148,13 +139,11 @@ class MaskWorkers:
                 together.append((row, state))
         words = np.zeros((len(together), self._num_words), dtype=np.int32)
         if together:
-            if is_awaited:
-                future = _run_here(self._make_group, together, words)
-            else:
-                future = self._group.submit(self._make_group, together, words)
-            begun.add(future)
             for _, state in together:
-                state.future = future
+                state.is_busy = True
+            group = self._group.submit(self._make_group, together, words)
+            for _, state in together:
+                state.future = group
         return PendingMasks(together, apart, words, begun)
 
     def close(self) -> None:
@@ -165,7 +154,7 @@ class MaskWorkers:
     def _state(self, row: MaskedRow) -> MaskState:
         state = self._states.get(row.request_id)
         if state is None or state.grammar != row.grammar:
-            state = self._states[row.request_id] = MaskState(row.grammar, self._num_words)
+            state = self._states[row.request_id] = MaskState(row.grammar)
         self._states.move_to_end(row.request_id)
         while len(self._states) > self._max_states:
             self._states.popitem(last=False)
@@ -175,44 +164,37 @@ class MaskWorkers:
         """Start to make one mask. Returns nothing if the mask exists or is being made."""
         if state.is_busy or state.error is not None or state.is_for(row.output):
             return set()
-        state.future = self._alone.submit(self._make_alone, state, row.output)
+        state.is_busy = True
+        words = np.zeros(self._num_words, dtype=np.int32)
+        state.future = self._alone.submit(self._make, row, state, words)
         return {state.future}
-
-    def _make_alone(self, state: MaskState, output: Tokens) -> None:
-        """Runs on a thread: compile or rebuild if necessary, then make the mask."""
-        began = self._clock.now()
-        is_new = state.matcher is None
-        self._consume(state, output)
-        matcher = state.matcher
-        if matcher is not None and state.error is None:
-            matcher.unsafe_compute_mask_ptr(state.words.ctypes.data, state.words.nbytes)
-            _note_error(state, matcher)
-        state.is_slow = is_new or self._clock.now() - began > _SLOW_S
 
     def _make_group(
         self, rows: Sequence[tuple[MaskedRow, MaskState]], words: MaskWords
     ) -> None:
-        """Consume one token and make one mask for each state of a group."""
+        """Runs on a thread: make the mask of each state, one after another. Matchers of one
+        grammar share a lock in the library, so more threads would wait for each other."""
+        for (row, state), own in zip(rows, words, strict=True):
+            self._make(row, state, own)
+
+    def _make(self, row: MaskedRow, state: MaskState, words: MaskWords) -> None:
+        """Runs on a thread: compile or rebuild if necessary, consume the new tokens, and write
+        the mask to `words`."""
         began = self._clock.now()
-        matchers: list[tuple[LLMatcher, int]] = []
-        for at, (row, state) in enumerate(rows):
+        is_new = state.matcher is None
+        state.made_for = None
+        try:
             self._consume(state, row.output)
             if state.matcher is not None and state.error is None:
-                matchers.append((state.matcher, at))
-        if self._executor is None:
-            self._executor = LLExecutor()
-        if not matchers:
-            return
-        self._executor.unsafe_compute_mask_ptr(
-            matchers, words.ctypes.data, words.strides[0], len(words)
-        )
-        for at, (_, state) in enumerate(rows):
-            if state.matcher is not None:
+                state.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
                 _note_error(state, state.matcher)
-            state.words = words[at]
-        if self._clock.now() - began > _SLOW_GROUP_S:
-            for _, state in rows:
-                state.is_slow = True
+        except Exception as exc:  # a thread boundary: the request ends with the reason
+            log.exception("a grammar mask could not be made")
+            state.error = f"the mask could not be made: {exc}"
+        state.is_slow = is_new or self._clock.now() - began > _SLOW_S
+        state.words = words
+        state.is_busy = False
+        state.made_for = len(row.output)
 
     def _consume(self, state: MaskState, output: Tokens) -> None:
         """Consume `output` up to its end; start from the beginning if necessary."""
@@ -241,6 +223,7 @@ class PendingMasks:
         words: MaskWords,
         begun: set[Future[None]],
     ) -> None:
+        """`words` are those of the rows of `together`; `begun` makes masks of `apart`."""
         self._together = together
         self._apart = apart
         self._words = words
@@ -249,42 +232,37 @@ class PendingMasks:
     def take(self, *, is_alone: bool, grace_s: float = _GRACE_S) -> StepMasks:
         """The masks that are ready now or within `grace_s`. `is_alone` means that every row of
         the step has a grammar, so a longer wait delays no other row."""
-        if is_alone and not self._together:
-            futures = {state.future for _, state in self._apart if state.future is not None}
+        group = {state.future for _, state in self._together[:1] if state.future is not None}
+        wait(group | self._begun, timeout=grace_s)
+        if is_alone:
+            # Every state of the group was fast before, so most masks are about to be ready.
+            # A row that is left out loses a step.
+            wait(group, timeout=grace_s)
+            self._await_first()
+        return self._ready()
+
+    def _await_first(self) -> None:
+        """Wait for masks unless some row can choose a token, or has failed."""
+        states = [state for _, state in (*self._together, *self._apart)]
+        if all(state.is_busy for state in states):
+            futures = {state.future for state in states if state.future is not None}
             wait(futures, timeout=_ALONE_S, return_when=FIRST_COMPLETED)
-        else:
-            # Masks that were late in an earlier step are not waited for again. If every row has
-            # a grammar, waiting delays no other row.
-            wait(self._begun, timeout=_ALONE_S if is_alone else grace_s)
+
+    def _ready(self) -> StepMasks:
         found = StepMasks(words=self._words)
         pieces: list[MaskWords] = []
         for row, state in (*self._together, *self._apart):
-            if state.is_busy:
-                found.late.append(row.row)
-            elif (error := state.failure()) is not None:
-                found.failed[row.row] = error
-            elif not state.is_for(row.output):
+            if not state.is_busy and state.error is not None:
+                found.failed[row.row] = state.error
+            elif state.words is None or not state.is_for(row.output):
                 found.late.append(row.row)
             else:
                 found.rows.append(row.row)
                 pieces.append(state.words)
-        if len(pieces) != len(self._words):
+        if len(pieces) != len(self._words) or self._apart:
             shape = (len(pieces), self._words.shape[1])
             found.words = np.array(pieces, dtype=np.int32).reshape(shape)
-        elif self._apart:
-            found.words = np.stack(pieces) if pieces else self._words
         return found
-
-
-def _run_here(call: Callable[..., None], *values: object) -> Future[None]:
-    """A future that has ended: `call` is made on this thread."""
-    future = Future[None]()
-    try:
-        call(*values)
-        future.set_result(None)
-    except Exception as exc:  # noqa: BLE001 -- reported like an error in a thread
-        future.set_exception(exc)
-    return future
 
 
 def _note_error(state: MaskState, matcher: LLMatcher) -> None:

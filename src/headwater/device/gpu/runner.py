@@ -353,9 +353,9 @@ class CudaRunner:
         self._last = submitted
 
     def _take_masks(self, batch: ScheduledBatch, carried: dict[int, int]) -> StepMasks | None:
-        """Masks of the rows with a grammar. They are made while the device computes this step,
-        which is already queued; so waiting here delays no other row."""
-        pending = begin_masks(self._masks, batch, carried, is_awaited=True)
+        """Masks of the rows with a grammar. Threads make them while the device computes this
+        step, which is already queued; so waiting here delays no other row."""
+        pending = begin_masks(self._masks, batch, carried)
         if pending is None:
             return None
         return pending.take(is_alone=is_masked(batch), grace_s=_MASK_GRACE_S)
