@@ -47,7 +47,7 @@ def test_a_decode_step_of_unmeasured_size_takes_a_time_between_its_neighbours():
     costs.note_decode(1000, 0.030)
     costs.note_chunks(300, 100.0, 0.014)
 
-    assert costs.costs.decode_s == pytest.approx(0.006 + 0.024 * (512 - 128) / (1024 - 128))
+    assert costs.costs.decode_s == pytest.approx(0.006 + 0.024 * (300 - 100) / (1000 - 100))
 
 
 def test_the_time_that_the_device_measured_counts_not_when_the_host_collected():

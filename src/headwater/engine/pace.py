@@ -62,6 +62,8 @@ class StepCostEstimator:
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}
         """Seconds of a decode step, by the bit length of its number of rows."""
+        self._rows: dict[int, int] = {}
+        """The number of rows when each of them was measured last."""
         self._prompt_token_s = self._mixed_token_s = self._overhead_s = 0.0
         self.costs = StepCosts()
 
@@ -71,6 +73,7 @@ class StepCostEstimator:
         known = self._decode_s.get(size, 0.0)
         memory = _SLOWER_MEMORY if seconds > known else _COST_MEMORY
         self._decode_s[size] = _smoothed(known, seconds, memory)
+        self._rows[size] = num_rows
         self._publish(num_rows)
 
     def note_chunks(self, num_decodes: int, chunk_cost: float, seconds: float) -> None:
@@ -101,12 +104,12 @@ class StepCostEstimator:
     def _expected_decode_s(self, num_rows: int) -> float:
         """Seconds of a decode step: measured with about as many rows, or between measurements
         with fewer and with more rows, or the nearest one; 0 before the first decode."""
-        if not self._decode_s:
-            return 0.0
+        size = num_rows.bit_length()
+        if size in self._decode_s or not self._decode_s:
+            return self._decode_s.get(size, 0.0)
         sizes = sorted(self._decode_s)
-        rows = [1 << size for size in sizes]  # one more than the most rows of this size
-        seconds = [self._decode_s[size] for size in sizes]
-        return float(np.interp(1 << num_rows.bit_length(), rows, seconds))
+        rows = [self._rows[known] for known in sizes]
+        return float(np.interp(num_rows, rows, [self._decode_s[known] for known in sizes]))
 
 
 def _smoothed(known: float, seen: float, memory: float = _COST_MEMORY) -> float:
