@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from headwater.device.gpu.mlp import RmsNorm
 from headwater.device.kernels import rows
 from headwater.device.kernels.gemv import fits, gemv
-from headwater.device.kernels.heads import by_head
-from headwater.device.kernels.latent import RotaryPairs, rotate_queries, store_latents
+from headwater.device.kernels.heads import absorb, by_head
+from headwater.device.kernels.latent import RotaryPairs, store_latents
 
 RotaryTable = tuple[Tensor, Tensor]
 
@@ -59,12 +59,10 @@ class LatentWeights:
     def queries(self, packed: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
         """`[tokens, heads * (rank + rotated)]`, absorbed; `packed` is overwritten."""
         plain = self.plain_queries(packed[:, : self.query_size])
-        heads, key_dim, rank = self.keys.shape
+        heads, _, rank = self.keys.shape
         shape = len(plain), heads, rank + 2 * table[0].shape[1]
         query = torch.empty(shape, dtype=plain.dtype, device=plain.device)
-        own = plain.view(len(plain), heads, -1)[..., :key_dim]
-        by_head(own, self.keys, query[..., :rank])
-        rotate_queries(plain, positions, table, query, self.pairs)
+        absorb(plain, self.keys, positions, table, query, self.pairs)
         return query.view(len(plain), -1)
 
     def by_head(self, attended: Tensor) -> Tensor:

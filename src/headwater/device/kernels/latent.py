@@ -39,7 +39,7 @@ class RotaryPairs(IntEnum):
 
 
 @triton.jit
-def _rotate(
+def rotate_rows(
     source,
     target,
     cosines,
@@ -49,7 +49,7 @@ def _rotate(
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
-):
+) -> None:
     """Rotate `[rows, 2 * HALF]` from pointers `source` to pointers `target`, one per row."""
     at = tl.arange(0, WIDTH)
     inside = live[:, None] & (at < HALF)[None, :]
@@ -107,7 +107,7 @@ def _store(
     tl.store(place + at, values * scale * weights, mask=at < LATENT)
     # `_rotate` takes a pointer per row; this token is the only row.
     one = tl.zeros([1], tl.int64)
-    _rotate(
+    rotate_rows(
         row + LATENT + one, place + LATENT + one, cosines, sines, position, one == 0,
         ROTATED // 2, ROTATED_WIDTH, PAIRS,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def _rotate_queries(
     position = tl.load(positions + token)
     source = packed + token * packed_stride + head * (PLAIN + ROTATED) + PLAIN
     target = query + (token * HEADS + head) * (LATENT + ROTATED) + LATENT
-    _rotate(
+    rotate_rows(
         source, target, cosines, sines, position, head < HEADS,
         ROTATED // 2, ROTATED_WIDTH, PAIRS,
     )  # fmt: skip
