@@ -28,6 +28,7 @@ from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel  # noqa: E402
 from headwater.device.kernels.rotary import rotate  # noqa: E402
 from headwater.device.kernels.tiles import ChunkWork  # noqa: E402
+from headwater.device.quantization.matrices import Int4Matrix  # noqa: E402
 from tests.device.test_gpu_kernels import VARIANTS, attended, error, gated, ints  # noqa: E402
 
 __all__ = ["pytestmark"]
@@ -166,7 +167,7 @@ def make_weight(method: str, outputs: int = 1024, inputs: int = 2048) -> Quantiz
     return quantized_weight(quantized_matrix(weight, method), torch.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 100, 300])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64, 100, 128, 300])
 @pytest.mark.parametrize("method", ["fp8_channel", "fp8_block", "int4"])
 def test_products_of_quantised_weights(method: str, rows: int) -> None:
     """Plain, gated and added products of every number of rows are right. FP8 by row rounds its
@@ -185,6 +186,26 @@ def test_products_of_quantised_weights(method: str, rows: int) -> None:
     both = weight.gated(x, None, GateActivation.SILU)
     if both is not None:
         assert error(both, gated(exact)) < 2 * allowed
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20, 128])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_products_of_4_bit_weights(
+    has_zeros: bool, group: int, kind: torch.dtype, rows: int
+) -> None:
+    """Every group size, with zero points and without, and both 16-bit types."""
+    codes = torch.randint(0, 16, (512, 1024), dtype=torch.uint8, device=DEVICE)
+    scales = torch.rand(512, 1024 // group, device=DEVICE).to(kind).float()
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=DEVICE)
+    matrix = Int4Matrix(codes=codes, scales=scales, zeros=zeros if has_zeros else None)
+    weight = quantized_weight(matrix, kind)
+    x = torch.randn(rows, 1024, device=DEVICE).to(kind)
+    exact = x.double() @ matrix.dequantize(torch.float32).double().T
+
+    assert error(weight.product(x), exact) < 5e-3
+    assert error(weight.plain(kind), matrix.dequantize(torch.float32).double()) < 5e-3
 
 
 def greedy(model: LoadedModel, sizes: tuple[int, ...], runner: Any = None) -> list[int]:

@@ -2,7 +2,7 @@
 a whole.
 
 In the published format, a group of 32 inputs is 16 bytes: byte i has inputs 2 i (low bits) and
-2 i + 1. The kernels need the first 16 inputs in the low bits and the others in the high bits.
+2 i + 1. The kernels need them in quarters, as `unpack` describes.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.device.gpu.quantized import packed_halves
+from headwater.device.gpu.quantized import packed_quarters
 from headwater.device.kernels.quantized import Code, dequantize
 
 _GROUP = 32
@@ -40,7 +40,7 @@ class PackedWeight:
 def packed_weight(blocks: Tensor, scales: Tensor) -> PackedWeight:
     """Converts from the published order: blocks `[experts, outputs, groups, 16]`."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
-    return PackedWeight(codes=packed_halves(codes, _GROUP), scales=scales.contiguous())
+    return PackedWeight(codes=packed_quarters(codes, _GROUP), scales=scales.contiguous())
 
 
 class PackedExperts(nn.Module):

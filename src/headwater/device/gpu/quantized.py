@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from headwater.device.kernels import fp8_gemm as fp8
+from headwater.device.kernels import int4_gemm as int4
 from headwater.device.kernels import quantized as kernels
 from headwater.device.kernels import rows
 from headwater.device.kernels.activation import GateActivation
-from headwater.device.kernels.fp8_gemm import fits, fp8_gemm, num_counters
 from headwater.device.kernels.gemv import gemv
 from headwater.device.kernels.quantized import Code
+from headwater.device.kernels.quantized_gemv import gemv as quantized_gemv
 from headwater.device.quantization.matrices import Fp8Matrix, Int4Matrix, QuantizedMatrix
 
 Norm = tuple[Tensor, float]
@@ -26,7 +28,7 @@ _FP8_CHUNK = 256
 """Inputs that `gemv` handles together if a row has one scale; sizes are multiples of it."""
 
 _MAX_CHUNK = 128
-"""Most inputs whose two halves share bytes, for 4-bit codes."""
+"""Most inputs of a chunk of 4-bit codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,15 +39,17 @@ class QuantizedWeight:
     """`[outputs, inputs]` of e4m3, or `[outputs, inputs / 2]` of bytes."""
 
     scales: Tensor
-    """`[outputs]`, or `[outputs, groups]`."""
+    """`[outputs]`, or `[outputs, groups]`; of 4-bit codes they are in memory the other way round."""
 
     zeros: Tensor | None = None
+    """Like the scales; None means 8 everywhere."""
+
     code: Code
     group: int
     """Inputs that share a scale, or the chunk size if a row has one scale."""
 
     arrived: Tensor
-    """Counters of `fp8_gemm`; products of one weight run one after another."""
+    """Counters of products with split inputs; those of one weight run one after another."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,12 +79,11 @@ class QuantizedWeight:
         activation: GateActivation = GateActivation.SILU,
     ) -> Tensor:
         """See `gemv`."""
-        if self.code is Code.FP8_ROW:
+        if self.code is Code.FP8_ROW and not gated:
             return gemv(
-                x, self.codes, scales=self.scales, norm=norm, gated=gated, residual=residual,
-                factor=factor, activation=activation,
-            )  # fmt: skip
-        return kernels.gemv(
+                x, self.codes, scales=self.scales, norm=norm, residual=residual, factor=factor
+            )
+        return quantized_gemv(
             x, self.codes, self.scales, self.zeros, code=self.code, group=self.group,
             norm=norm, gated=gated, residual=residual, factor=factor, activation=activation,
         )  # fmt: skip
@@ -90,43 +93,27 @@ class QuantizedWeight:
         faster."""
         if len(x) == 1:
             return self.one_row(x, norm=norm, gated=True, activation=activation)
-        if self.code is Code.FP8_ROW and fits(self.codes, len(x)):
-            codes, scales = kernels.quantize_rows(x, norm)
-            return fp8_gemm(
-                codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype, is_gated=True,
-                activation=activation,
-            )  # fmt: skip
-        if self.is_multiplied(len(x)):
+        result = self._fused(x, norm, is_gated=True, activation=activation)
+        if result is None and self.is_multiplied(len(x)):
             return rows.gate(self.product(x, norm), activation)
-        return None
+        return result
 
     def add_to(self, hidden: Tensor, x: Tensor, factor: float) -> None:
         """Add `x @ weight.T`, times `factor`, to `hidden` in place."""
         if len(x) == 1:
             self.one_row(x, residual=hidden, factor=factor)
-        elif self.code is Code.FP8_ROW and fits(self.codes, len(x)):
-            codes, scales = kernels.quantize_rows(x)
-            fp8_gemm(
-                codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype, residual=hidden,
-                factor=factor,
-            )  # fmt: skip
-        else:
+        elif self._fused(x, residual=hidden, factor=factor) is None:
             hidden.add_(self.product(x), alpha=factor)
-
-    def is_multiplied(self, num_rows: int) -> bool:
-        """Whether products of this many rows use no dequantised copy of the weight."""
-        return self.code is Code.FP8_ROW or num_rows <= kernels.MAX_SMALL_ROWS
 
     def product(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """`norm(x) @ weight.T`."""
         if len(x) == 1:
             return self.one_row(x, norm=norm)
+        result = self._fused(x, norm)
+        if result is not None:
+            return result
         if self.code is Code.FP8_ROW:
             codes, scales = kernels.quantize_rows(x, norm)
-            if fits(self.codes, len(x)):
-                return fp8_gemm(
-                    codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype
-                )
             return torch._scaled_mm(
                 codes,
                 self.codes.T,
@@ -137,10 +124,45 @@ class QuantizedWeight:
             )
         normed = x if norm is None else rows.norm(x, *norm)
         if self.is_multiplied(len(x)):
-            return kernels.small_gemm(
-                normed, self.codes, self.scales, self.zeros, code=self.code, group=self.group
-            )
+            return kernels.small_gemm(normed, self.codes, self.scales, group=self.group)
         return torch.mm(normed, self.plain(x.dtype).T)
+
+    def is_multiplied(self, num_rows: int) -> bool:
+        """Whether products of this many rows use no dequantised copy of the weight."""
+        return (
+            self.code is Code.FP8_ROW
+            or (self.code is Code.FP8_GROUP and num_rows <= kernels.MAX_SMALL_ROWS)
+            or self._fits_int4(num_rows)
+        )
+
+    def _fused(
+        self,
+        x: Tensor,
+        norm: Norm | None = None,
+        *,
+        is_gated: bool = False,
+        residual: Tensor | None = None,
+        factor: float = 1.0,
+        activation: GateActivation = GateActivation.SILU,
+    ) -> Tensor | None:
+        """The product with several rows, gated, or added to `residual`; None if our kernels do
+        not support it or are slower."""
+        if self.code is Code.FP8_ROW and fp8.fits(self.codes, len(x)):
+            codes, scales = kernels.quantize_rows(x, norm)
+            return fp8.fp8_gemm(
+                codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype,
+                is_gated=is_gated, residual=residual, factor=factor, activation=activation,
+            )  # fmt: skip
+        if self._fits_int4(len(x)):
+            normed = x if norm is None else rows.norm(x, *norm)
+            return int4.int4_gemm(
+                normed, self.codes, self.scales, self.zeros, self.arrived, is_gated=is_gated,
+                residual=residual, factor=factor, activation=activation,
+            )  # fmt: skip
+        return None
+
+    def _fits_int4(self, num_rows: int) -> bool:
+        return self.code is Code.INT4 and int4.fits(self.codes, self.scales, num_rows)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The dequantised weight, in new memory."""
@@ -230,7 +252,7 @@ def quantized_weight(matrix: QuantizedMatrix, dtype: torch.dtype) -> QuantizedWe
 
 
 def _counters(codes: Tensor) -> Tensor:
-    return torch.zeros(num_counters(len(codes)), dtype=torch.int32, device=codes.device)
+    return torch.zeros(fp8.num_counters(len(codes)), dtype=torch.int32, device=codes.device)
 
 
 def _int4_weight(matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
@@ -240,20 +262,27 @@ def _int4_weight(matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
         chunk //= 2
     repeat = matrix.group_size // chunk
     zeros = matrix.zeros
+    scales = matrix.scales.to(dtype).repeat_interleave(repeat, 1)
     return QuantizedWeight(
         arrived=_counters(matrix.codes),
-        codes=packed_halves(matrix.codes, chunk),
-        scales=matrix.scales.to(dtype).repeat_interleave(repeat, 1),
-        zeros=None if zeros is None else zeros.repeat_interleave(repeat, 1),
+        codes=packed_quarters(matrix.codes, chunk),
+        scales=_groups_first(scales),
+        zeros=None if zeros is None else _groups_first(zeros.repeat_interleave(repeat, 1)),
         code=Code.INT4,
         group=chunk,
     )
 
 
-def packed_halves(codes: Tensor, chunk: int) -> Tensor:
-    """4-bit codes `[…, inputs]` as bytes: the first half of a chunk is in the low bits."""
-    low, high = codes.view(*codes.shape[:-1], -1, 2, chunk // 2).unbind(-2)
-    return (low | (high << 4)).flatten(-2)
+def _groups_first(values: Tensor) -> Tensor:
+    """The same `[outputs, groups]`, with the values of a group next to each other in memory."""
+    return values.T.contiguous().T
+
+
+def packed_quarters(codes: Tensor, chunk: int) -> Tensor:
+    """4-bit codes `[…, inputs]` as bytes, in the order that `unpack` describes."""
+    parts = codes.view(*codes.shape[:-1], -1, 4, chunk // 4).unbind(-2)
+    pairs = (parts[0] | (parts[1] << 4), parts[2] | (parts[3] << 4))
+    return torch.stack(pairs, dim=-1).flatten(-3)
 
 
 def joined(layers: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
@@ -292,12 +321,14 @@ def _combined(
     weights: Sequence[QuantizedWeight], combine: Callable[[list[Tensor]], Tensor]
 ) -> QuantizedWeight:
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    scales = combine([weight.scales for weight in weights])
+    is_int4 = weights[0].code is Code.INT4
     # torch cannot stack e4m3, so its bytes are stacked.
     codes = combine([weight.codes.view(torch.uint8) for weight in weights])
     return replace(
         weights[0],
         codes=codes.view(weights[0].codes.dtype),
         arrived=_counters(codes),
-        scales=combine([weight.scales for weight in weights]),
-        zeros=combine(zeros) if zeros else None,
+        scales=_groups_first(scales) if is_int4 else scales,
+        zeros=_groups_first(combine(zeros)) if zeros else None,
     )

@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.early import start_early, starts_early
+from headwater.device.kernels.finish_tile import finish_tile
 
-MAX_ROWS, MAX_DEEP_ROWS = 64, 128
-"""Largest batch, and the largest batch of a product with many inputs, for which torch leaves
-processors idle. torch computes larger batches."""
+MAX_ROWS = 128
+"""Largest batch; torch computes larger ones, because its tiles fit them better."""
 
 _DEEP = 8192
 """From this number of inputs on, a product has many inputs."""
@@ -26,10 +26,10 @@ _INPUTS = 128
 """Inputs per iteration."""
 
 _TILE = 64
-"""Outputs of a tile."""
+"""Outputs of a tile; a gated one has twice as many rows of the weight."""
 
-_STAGES = 4
-"""Iterations that are read ahead."""
+_FEW_ROWS = 64
+"""Up to this many rows, the sums of a tile are small, so splitting the inputs costs little."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -48,38 +48,8 @@ def _fp8_gemm(x, weight, x_scales, w_scales, out, partial, arrived, rows, factor
     acc = tl.zeros([N, ROWS], tl.float32)
     for turn in tl.range(begin, tl.minimum(begin + each, turns), num_stages=STAGES):
         acc = tl.dot(weight.load([tile * N, turn * K]), x.load([0, turn * K]).T, acc)
-    line = tile * N + tl.arange(0, N)
-    row = tl.arange(0, ROWS)
-    is_last = True
-    if SPLIT > 1:
-        place = row[None, :] * N + tl.arange(0, N)[:, None]
-        own = partial + (tile * SPLIT).to(tl.int64) * (N * ROWS)
-        tl.store(own + part * (N * ROWS) + place, acc)
-        tl.debug_barrier()  # all threads must have written before one of them counts
-        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
-        if is_last:
-            tl.store(arrived + tile, 0)
-            acc = tl.zeros([N, ROWS], tl.float32)
-            for number in range(SPLIT):
-                acc += tl.load(own + number * (N * ROWS) + place, cache_modifier=".cg")
-    if is_last:
-        total = acc * tl.load(w_scales + line)[:, None]
-        total = total * tl.load(x_scales + row, mask=row < rows, other=0.0)[None, :]
-        known = (row < rows)[None, :]
-        at_row = out + row[None, :].to(tl.int64) * OUTPUTS
-        if GATED:
-            # Rows of gate and up are interleaved: they become the last dimension, which `split`
-            # takes apart.
-            gate, up = tl.split(tl.permute(tl.reshape(total, (N // 2, 2, ROWS)), (0, 2, 1)))
-            gated = activate(gate, up, 0.0, 0.0, ACTIVATION)
-            output = tile * (N // 2) + tl.arange(0, N // 2)
-            tl.store(at_row + output[:, None], gated.to(out.dtype.element_ty), mask=known)
-        else:
-            target = at_row + line[:, None]
-            if ADDED:
-                before = tl.load(target, mask=known, other=0.0).to(tl.float32)
-                total = total * factor + before
-            tl.store(target, total.to(out.dtype.element_ty), mask=known)
+    finish_tile(acc, out, x_scales, w_scales, partial, arrived, rows, factor, tile, part, OUTPUTS,
+                ROWS, N, SPLIT, True, GATED, ADDED, ACTIVATION)  # fmt: skip
 
 
 def fp8_gemm(
@@ -109,7 +79,7 @@ def fp8_gemm(
     if out is None:
         out = torch.empty((rows, outputs), dtype=dtype, device=codes.device)
     width = max(16, triton.next_power_of_2(rows))
-    split = _split(tiles, size)
+    split = _split(tiles, size, rows)
     partial = scales
     if split > 1:
         partial = torch.empty(tiles * split * tile * width, device=codes.device)
@@ -119,8 +89,8 @@ def fp8_gemm(
         TensorDescriptor.from_tensor(weight, [tile, _INPUTS]),
         scales, weight_scales, out, partial, arrived, rows, factor,
         OUTPUTS=outputs, SIZE=size, ROWS=width, N=tile, K=_INPUTS, SPLIT=split, GATED=is_gated,
-        ADDED=residual is not None, ACTIVATION=int(activation), STAGES=_STAGES,
-        EARLY=early, num_warps=4, launch_pdl=early,
+        ADDED=residual is not None, ACTIVATION=int(activation),
+        STAGES=_stages(rows, is_gated=is_gated), EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return out
 
@@ -133,7 +103,7 @@ def num_counters(outputs: int) -> int:
 def fits(weight: Tensor, num_rows: int) -> bool:
     """Whether `fp8_gemm` supports this product."""
     return (
-        num_rows <= (MAX_DEEP_ROWS if weight.shape[1] >= _DEEP else MAX_ROWS)
+        num_rows <= MAX_ROWS
         and len(weight) % (2 * _TILE) == 0
         and weight.shape[1] % _INPUTS == 0
         and weight.is_cuda
@@ -141,9 +111,18 @@ def fits(weight: Tensor, num_rows: int) -> bool:
     )
 
 
-def _split(tiles: int, size: int) -> int:
-    """Programs that share a tile: about two per processor, and several iterations each."""
+def _split(tiles: int, size: int, rows: int) -> int:
+    """Programs that share a tile: with several iterations each, and not many more in all than
+    processors; fewer if the sums of a tile take longer to write than its inputs to read."""
+    most = 200 if rows <= _FEW_ROWS or size >= _DEEP else 100
     split = 1
-    while tiles * split * 2 <= 280 and size // _INPUTS >= 8 * split:
+    while tiles * split * 2 <= most and size // _INPUTS >= 8 * split:
         split *= 2
     return split
+
+
+def _stages(rows: int, *, is_gated: bool) -> int:
+    """Iterations that are read ahead: as many as leave room for two programs on a processor."""
+    if not is_gated:
+        return 6
+    return 4 if rows <= _FEW_ROWS else 3

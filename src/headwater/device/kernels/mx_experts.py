@@ -1,7 +1,7 @@
 """GEMMs of tokens with experts whose weights are MXFP4, kept packed: the forms of `experts`.
 
-Weights are `[experts, outputs, inputs / 2]` bytes in the order of `quantized`, with an exponent for
-each 32 inputs of an output.
+Weights are `[experts, outputs, inputs / 2]` bytes in the order of `unpack`, with an exponent for each
+32 inputs of an output, which are a chunk.
 """
 
 import torch
@@ -12,134 +12,193 @@ from torch import Tensor
 from headwater.device.kernels.activation import activate
 from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.experts import ExpertWeights, combine_pairs, tile_rows
-from headwater.device.kernels.quantized import e2m1_numbers, multiply_groups
+from headwater.device.kernels.quantized_gemv import (
+    exponent_bits,
+    four_inputs,
+    largest_of_four,
+    with_exponent,
+)
 from headwater.device.kernels.routing import Routing
+from headwater.device.kernels.unpack import e2m1_numbers, e2m1_products, half_pair
 
-_GROUP = 32
-_HALF = 16
+_LINES = 8
+"""Lines of a weight that a program of a pair computes at a time."""
+
+_PROGRAMS = 132
+"""Programs of a pair: one per processor of an H200."""
+
+_NARROW_TILE = 16
+"""With larger tiles of rows, a tile has twice as many outputs."""
+
+
+@triton.jit
+def _input_pairs(x, norm_weight, at, there, NORMED: tl.constexpr):
+    """The inputs of each 64-bit word of a line as pairs of float16, what products with them must be multiplied
+    by, and sums of squares."""
+    place = at // 2 * 32 + at % 2 * 4
+    squares = tl.zeros([at.shape[0]], tl.float32)
+    a0, a1, a2, a3, squares = four_inputs(x, norm_weight, place, there, squares, NORMED)
+    b0, b1, b2, b3, squares = four_inputs(x, norm_weight, place + 8, there, squares, NORMED)
+    c0, c1, c2, c3, squares = four_inputs(x, norm_weight, place + 16, there, squares, NORMED)
+    d0, d1, d2, d3, squares = four_inputs(x, norm_weight, place + 24, there, squares, NORMED)
+    top = tl.maximum(
+        tl.maximum(largest_of_four(a0, a1, a2, a3), largest_of_four(b0, b1, b2, b3)),
+        tl.maximum(largest_of_four(c0, c1, c2, c3), largest_of_four(d0, d1, d2, d3)),
+    )
+    # The largest becomes 2 ** 14 to 2 ** 15, because codes become float16 numbers that are 2 ** 14
+    # too small. So products that matter are not below the range of float16.
+    own = exponent_bits(tl.max(top, 0))
+    up = with_exponent(268 - own)
+    return (
+        half_pair(a0 * up, a1 * up)[None, :],
+        half_pair(a2 * up, a3 * up)[None, :],
+        half_pair(b0 * up, b1 * up)[None, :],
+        half_pair(b2 * up, b3 * up)[None, :],
+        half_pair(c0 * up, c1 * up)[None, :],
+        half_pair(c2 * up, c3 * up)[None, :],
+        half_pair(d0 * up, d1 * up)[None, :],
+        half_pair(d2 * up, d3 * up)[None, :],
+        with_exponent(own),
+        squares,
+    )
+
+
+@triton.jit
+def _line_parts(w, exponents, a, b, c, d, e, f, g, h, N: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums of products of the groups of inputs of `N` lines, times the scales of the groups."""
+    products = e2m1_products(w, a, b, c, d, e, f, g, h)
+    return tl.sum(tl.reshape(products, (N, GROUPS, 2)), 2) * with_exponent(
+        exponents.to(tl.int32)
+    )
 
 
 @triton.jit
 def _pair_gate_up(x, weight, scales, bias, norm_weight, ids, out, epsilon, alpha, limit,
-                  SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr,
-                  GROUPS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
-                  ACTIVATION: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                  SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr,
+                  EACH: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
+                  NORMED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,
+                  STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """`EACH` lines of gate and up for one pair, `N` at a time, as in `quantized_gemv`."""
     start_early(EARLY)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
-    output = tl.program_id(0) * N + tl.arange(0, N)
-    inside = output < OUTPUTS
-    output = tl.where(inside, output, 0)
-    line = output * 2
-    whole = weight + expert * (OUTPUTS * SIZE)
-    all_scales = scales + expert * (2 * OUTPUTS * (SIZE // 32))
-    left = tl.zeros([N, GROUPS, 16], tl.float32)
-    right = tl.zeros([N, GROUPS, 16], tl.float32)
-    squares = tl.zeros([GROUPS, 16], tl.float32)
-    in_group = tl.arange(0, 16)
-    for first in range(0, SIZE // 32, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        there = group < SIZE // 32
-        at = group[:, None] * 32 + in_group[None, :]
-        source = x + (pair // TOP) * SIZE + at
-        low = tl.load(source, mask=there[:, None], other=0.0).to(tl.float32)
-        high = tl.load(source + 16, mask=there[:, None], other=0.0).to(tl.float32)
-        if NORMED:
-            squares += low * low + high * high
-            norm_at = norm_weight + at
-            low = low * tl.load(norm_at, mask=there[:, None], other=0.0).to(tl.float32)
-            high = high * tl.load(norm_at + 16, mask=there[:, None], other=0.0).to(tl.float32)
-        left = multiply_groups(left, whole, all_scales, all_scales, line, group, in_group, there,
-                               low, high, SIZE, 32, 16, 3, False, ASM)  # fmt: skip
-        right = multiply_groups(right, whole, all_scales, all_scales, line + 1, group, in_group,
-                                there, low, high, SIZE, 32, 16, 3, False, ASM)  # fmt: skip
-    gate = tl.sum(tl.sum(left, 2), 1)
-    up = tl.sum(tl.sum(right, 2), 1)
+    lines: tl.constexpr = 2 * OUTPUTS
+    words: tl.constexpr = SIZE // 16
+    groups: tl.constexpr = SIZE // 32
+    at = tl.arange(0, WIDTH)
+    there = at < words
+    xa, xb, xc, xd, xe, xf, xg, xh, row_scale, squares = _input_pairs(
+        x + (pair // TOP) * SIZE, norm_weight, at, there, NORMED
+    )
     if NORMED:
-        scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / SIZE + epsilon)
-        gate = gate * scale
-        up = up * scale
-    if BIASED:
-        gate += tl.load(bias + expert * (2 * OUTPUTS) + line).to(tl.float32)
-        up += tl.load(bias + expert * (2 * OUTPUTS) + line + 1).to(tl.float32)
-    result = activate(gate, up, alpha, limit, ACTIVATION)
-    tl.store(out + pair * OUTPUTS + output, result, mask=inside)
+        row_scale = row_scale * tl.rsqrt(tl.sum(squares, 0) / SIZE + epsilon)
+    begin = tl.program_id(0) * EACH
+    end = tl.minimum(begin + EACH, lines)
+    whole = weight + expert * (lines * words) + at[None, :]
+    group = tl.arange(0, WIDTH // 2)[None, :]
+    known_group = group < groups
+    all_scales = scales + expert * (lines * groups) + group
+    line = begin + tl.arange(0, N)
+    exponents = tl.load(
+        all_scales + line[:, None] * groups, mask=(line < end)[:, None] & known_group, other=0
+    )
+    for first in tl.range(begin, end, N, num_stages=STAGES):
+        line = first + tl.arange(0, N)
+        known = line < end
+        w = tl.load(
+            whole + line[:, None] * words, mask=known[:, None] & there[None, :], other=0
+        )
+        # Scales are read one iteration ahead: loads of single bytes are not pipelined.
+        used = exponents
+        after = line + N
+        exponents = tl.load(
+            all_scales + after[:, None] * groups,
+            mask=(after < end)[:, None] & known_group,
+            other=0,
+        )
+        part = _line_parts(w, used, xa, xb, xc, xd, xe, xf, xg, xh, N, WIDTH // 2)
+        total = tl.sum(part, 1) * row_scale
+        if BIASED:
+            of_line = tl.load(bias + expert * lines + line, mask=known, other=0.0)
+            total += of_line.to(tl.float32)
+        gate, up = tl.split(tl.reshape(total, (N // 2, 2)))
+        output = first // 2 + tl.arange(0, N // 2)
+        result = activate(gate, up, alpha, limit, ACTIVATION)
+        tl.store(out + pair * OUTPUTS + output, result, mask=output < end // 2)
 
 
 @triton.jit
 def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
-               OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-               BIASED: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+               OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
+               BIASED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """All experts of one row, added to the residual."""
     start_early(EARLY)
     row = tl.program_id(1)
-    output = tl.program_id(0) * N + tl.arange(0, N)
-    inside = output < OUTPUTS
-    output = tl.where(inside, output, 0)
-    acc = tl.zeros([N, GROUPS, 16], tl.float32)
+    words: tl.constexpr = SIZE // 16
+    groups: tl.constexpr = SIZE // 32
+    at = tl.arange(0, WIDTH)
+    there = at < words
+    line = tl.program_id(0) * N + tl.arange(0, N)
+    known = line < OUTPUTS
+    group = tl.arange(0, WIDTH // 2)[None, :]
+    known_scale = known[:, None] & (group < groups)
+    acc = tl.zeros([N, WIDTH // 2], tl.float32)
     biases = tl.zeros([N], tl.float32)
-    in_group = tl.arange(0, 16)
-    turns: tl.constexpr = (SIZE // 32 + GROUPS - 1) // GROUPS
-    for turn in range(TOP * turns):
-        pair = row * TOP + turn // turns
-        group = (turn % turns) * GROUPS + tl.arange(0, GROUPS)
-        there = group < SIZE // 32
+    expert = tl.load(ids + row * TOP).to(tl.int64)
+    exponents = tl.load(
+        scales + (expert * OUTPUTS + line[:, None]) * groups + group, mask=known_scale, other=0
+    )
+    for number in tl.range(0, TOP, num_stages=STAGES):
+        pair = row * TOP + number
         expert = tl.load(ids + pair).to(tl.int64)
         share = tl.load(shares + pair)
-        source = x + pair * SIZE + group[:, None] * 32 + in_group[None, :]
-        low = tl.load(source, mask=there[:, None], other=0.0).to(tl.float32) * share
-        high = tl.load(source + 16, mask=there[:, None], other=0.0).to(tl.float32) * share
-        whole = weight + expert * (OUTPUTS * (SIZE // 2))
-        all_scales = scales + expert * (OUTPUTS * (SIZE // 32))
-        acc = multiply_groups(acc, whole, all_scales, all_scales, output, group, in_group, there,
-                              low, high, SIZE, 32, 16, 3, False, ASM)  # fmt: skip
+        w = tl.load(
+            weight + (expert * OUTPUTS + line[:, None]) * words + at[None, :],
+            mask=known[:, None] & there[None, :],
+            other=0,
+        )
+        used = exponents
+        after = tl.load(ids + row * TOP + tl.minimum(number + 1, TOP - 1)).to(tl.int64)
+        exponents = tl.load(
+            scales + (after * OUTPUTS + line[:, None]) * groups + group,
+            mask=known_scale,
+            other=0,
+        )
+        xa, xb, xc, xd, xe, xf, xg, xh, row_scale, _ = _input_pairs(
+            x + pair * SIZE, x, at, there, False
+        )
+        part = _line_parts(w, used, xa, xb, xc, xd, xe, xf, xg, xh, N, WIDTH // 2)
+        acc += part * (row_scale * share)
         if BIASED:
-            # A bias counts once per expert: with the first of the inputs.
-            share = tl.where(turn % turns == 0, share, 0.0)
-            biases += share * tl.load(bias + expert * OUTPUTS + output).to(tl.float32)
-    place = hidden + row * OUTPUTS + output
-    result = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, result + tl.sum(tl.sum(acc, 2), 1) + biases, mask=inside)
-
-
-@triton.jit
-def _tile(weight, scales, line, first, SIZE: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr):
-    """Elements of `G` groups of inputs: those of their first halves, and of their second
-    halves."""
-    group = first + tl.arange(0, G)
-    there = (group < SIZE // 32)[None, :]
-    in_group = tl.arange(0, 16)
-    place = line[:, None, None] * (SIZE // 2) + group[None, :, None] * 16
-    code = tl.load(weight + place + in_group[None, None, :], mask=there[:, :, None], other=0)
-    code = code.to(tl.int32)
-    exponent = tl.load(
-        scales + line[:, None] * (SIZE // 32) + group[None, :], mask=there, other=0
-    )
-    scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, :, None]
-    low = (e2m1_numbers(code & 15) * scale).to(KIND)
-    high = (e2m1_numbers(code >> 4) * scale).to(KIND)
-    return tl.reshape(low, (line.shape[0], G * 16)), tl.reshape(high, (line.shape[0], G * 16))
+            of_line = tl.load(bias + expert * OUTPUTS + line, mask=known, other=0.0)
+            biases += share * of_line.to(tl.float32)
+    place = hidden + row * OUTPUTS + line
+    result = tl.load(place, mask=known, other=0.0).to(tl.float32) + tl.sum(acc, 1) + biases
+    tl.store(place, result, mask=known)
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alpha, limit,
              SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, M: tl.constexpr,
              N: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
-             ACTIVATION: tl.constexpr):  # fmt: skip
+             ACTIVATION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Like `experts._grouped`; gate and up are interleaved, so a tile has `N` of both
-    together."""
+    together. `G` groups of inputs per iteration."""
     expert = tl.program_id(1)
     count = tl.load(counts + expert)
     if count == 0:
         return
     lines: tl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
+    groups: tl.constexpr = SIZE // 32
+    numbers: tl.constexpr = SIZE // 4
     line = tl.program_id(0) * N + tl.arange(0, N)
     known = line < lines
     line = tl.where(known, line, 0)
-    whole = weight + expert.to(tl.int64) * (lines * (SIZE // 2))
-    all_scales = scales + expert.to(tl.int64) * (lines * (SIZE // 32))
+    whole = weight + expert.to(tl.int64) * (lines * numbers) + line[:, None] * numbers
+    all_scales = scales + expert.to(tl.int64) * (lines * groups) + line[:, None] * groups
     kind: tl.constexpr = x.dtype.element_ty
-    j = tl.arange(0, G * 16)
+    of_group = tl.arange(0, G)[None, :]
+    j = tl.arange(0, G * 8)
     for first in range(0, count, M):
         member = first + tl.arange(0, M)
         there = member < count
@@ -149,14 +208,27 @@ def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alph
             source = pair // TOP
         rows = x + source.to(tl.int64)[None, :] * SIZE
         acc = tl.zeros([N, M], tl.float32)
-        for group in tl.range(0, SIZE // 32, G, num_stages=3):
-            k = (group + j // 16) * 32 + j % 16
-            mask = (k < SIZE)[:, None] & there[None, :]
-            low = tl.load(rows + k[:, None], mask=mask, other=0.0)
-            high = tl.load(rows + k[:, None] + 16, mask=mask, other=0.0)
-            w_low, w_high = _tile(whole, all_scales, line, group, SIZE, G, kind)
-            acc = tl.dot(w_low, low, acc)
-            acc = tl.dot(w_high, high, acc)
+        exponents = tl.load(all_scales + of_group, mask=of_group < groups, other=0)
+        for group in tl.range(0, groups, G, num_stages=STAGES):
+            k = (group + j // 8) * 32 + j % 8
+            inside = k < SIZE
+            mask = inside[:, None] & there[None, :]
+            w = tl.load(whole + (group * 8 + j)[None, :], mask=inside[None, :], other=0)
+            x0 = tl.load(rows + k[:, None], mask=mask, other=0.0)
+            x1 = tl.load(rows + k[:, None] + 8, mask=mask, other=0.0)
+            x2 = tl.load(rows + k[:, None] + 16, mask=mask, other=0.0)
+            x3 = tl.load(rows + k[:, None] + 24, mask=mask, other=0.0)
+            used = exponents
+            after = group + G + of_group
+            exponents = tl.load(all_scales + after, mask=after < groups, other=0)
+            scale = _number_scales(used, kind)
+            scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, G, 8)), (N, G * 8))
+            w0, w1, w2, w3 = e2m1_numbers(w, scale)
+            acc = tl.dot(w0, x0, acc)
+            acc = tl.dot(w1, x1, acc)
+            acc = tl.dot(w2, x2, acc)
+            acc = tl.dot(w3, x3, acc)
+        acc = acc * (18446744073709551616.0 if kind == tl.bfloat16 else 8.0)
         if BIASED:
             of_line = tl.load(bias + expert * lines + line, mask=known, other=0.0)
             acc += of_line.to(tl.float32)[:, None]
@@ -170,6 +242,17 @@ def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alph
             output = tl.program_id(0) * N + tl.arange(0, N)
         target = out + pair.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
         tl.store(target, acc.to(kind), mask=(output < OUTPUTS)[:, None] & there[None, :])
+
+
+@triton.jit
+def _number_scales(exponents, KIND: tl.constexpr):
+    """Scales of numbers that `e2m1_numbers` gives too small, so that weights are 2 ** 64 (bfloat16) or
+    2 ** 3 (float16) too small: then no scale of a real model exceeds the type."""
+    if tl.bfloat16 == KIND:
+        bits = (exponents.to(tl.int16) + 62) << 7
+    else:
+        bits = tl.minimum(tl.maximum(exponents.to(tl.int16) - 101, 0), 30) << 10
+    return bits.to(tl.int16).to(KIND, bitcast=True)
 
 
 def add_pairs(
@@ -186,19 +269,22 @@ def add_pairs(
     narrow = torch.empty((rows * top, inner), dtype=x.dtype, device=x.device)
     norm_weight, epsilon = norm or (x, 0.0)
     early = starts_early(x)
-    _pair_gate_up[(triton.cdiv(inner, 4), rows * top)](
-        x, weights.gate_up, weights.gate_up_scales,
+    lines = 2 * inner
+    each = triton.cdiv(triton.cdiv(lines, _PROGRAMS), _LINES) * _LINES
+    _pair_gate_up[(triton.cdiv(lines, each), rows * top)](
+        x, weights.gate_up.view(torch.int64), weights.gate_up_scales,
         x if weights.gate_up_bias is None else weights.gate_up_bias,
         norm_weight, ids, narrow, epsilon, weights.alpha, weights.limit,
-        SIZE=size, OUTPUTS=inner, TOP=top, N=4, GROUPS=32, NORMED=norm is not None,
-        BIASED=weights.gate_up_bias is not None, ACTIVATION=int(weights.activation),
-        ASM=x.is_cuda, EARLY=early, num_warps=4, launch_pdl=early,
+        SIZE=size, OUTPUTS=inner, TOP=top, EACH=each, N=_LINES,
+        WIDTH=triton.next_power_of_2(size // 16), NORMED=norm is not None,
+        BIASED=weights.gate_up_bias is not None, ACTIVATION=int(weights.activation), STAGES=3,
+        EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
-    _pair_down[(triton.cdiv(size, 8), rows)](
-        narrow, weights.down, weights.down_scales,
+    _pair_down[(triton.cdiv(size, _LINES), rows)](
+        narrow, weights.down.view(torch.int64), weights.down_scales,
         x if weights.down_bias is None else weights.down_bias, ids, shares, hidden,
-        SIZE=inner, OUTPUTS=size, TOP=top, N=8, GROUPS=32,
-        BIASED=weights.down_bias is not None, ASM=x.is_cuda, EARLY=early, num_warps=4,
+        SIZE=inner, OUTPUTS=size, TOP=top, N=_LINES, WIDTH=triton.next_power_of_2(inner // 16),
+        BIASED=weights.down_bias is not None, STAGES=3, EARLY=early, num_warps=4,
         launch_pdl=early,
     )  # fmt: skip
 
@@ -217,11 +303,12 @@ def add_grouped(
         (narrow, weights.down, weights.down_scales, weights.down_bias, wide, False),
     ):
         lines = packed.shape[1]
-        _grouped[(triton.cdiv(lines, 64), len(packed))](
-            x, packed, scales, x if bias is None else bias, routing.weights, routing.lists,
+        across = 128 if tile > _NARROW_TILE else 64
+        _grouped[(triton.cdiv(lines, across), len(packed))](
+            x, packed.view(torch.int16), scales, x if bias is None else bias, routing.weights, routing.lists,
             routing.counts, out, routing.lists.shape[1], weights.alpha, weights.limit,
-            SIZE=x.shape[1], OUTPUTS=out.shape[1], TOP=top, M=tile, N=64, G=4, GATED=is_gated,
-            BIASED=bias is not None, ACTIVATION=int(weights.activation),
+            SIZE=x.shape[1], OUTPUTS=out.shape[1], TOP=top, M=tile, N=across, G=4, GATED=is_gated,
+            BIASED=bias is not None, ACTIVATION=int(weights.activation), STAGES=3,
             num_warps=8 if tile >= 64 else 4,
         )  # fmt: skip
     combine_pairs(wide, hidden, top)
