@@ -310,7 +310,7 @@ def attend_pieces(
         )
     parts = triton.cdiv(heads // kv_heads, _QUERIES)
     tiles_at_once, stages = _FEW_SHAPE if len(out) <= _FEW_ROWS else _SHAPE
-    early = starts_early(query)
+    early = starts_early(query, heads * dim)
     _attend[(kv_heads * parts, len(work.work_row))](
         query,
         tiles,

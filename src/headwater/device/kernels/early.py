@@ -22,9 +22,6 @@ _MAX_ROW_SIZE = 4095
 """Largest size of a single row for which they do. Products of one larger row take so long that their
 starts weigh little, and they are slower if the next ones already hold a part of the processors."""
 
-REQUEST_UNIT = 256
-"""Bytes of weights are requested in multiples of this."""
-
 
 def starts_early(rows: Tensor, size: int | None = None) -> bool:
     """Whether a kernel over `rows` starts early; for `EARLY` and `launch_pdl` of its launch.
@@ -44,22 +41,3 @@ def start_early(EARLY: tl.constexpr) -> None:
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def request(address, BYTES: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Have `BYTES` from `address` brought into the L2 cache, if the kernel starts early. Both
-    are multiples of `REQUEST_UNIT`."""
-    if EARLY:
-        # Threads with equal addresses make one request; each warp makes two.
-        each: tl.constexpr = BYTES // (2 * WARPS)
-        thread = tl.arange(0, 32 * WARPS)
-        own = address.to(tl.int64) + thread // 16 * each
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [own, tl.full([32 * WARPS], each, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
-from headwater.device.kernels.early import REQUEST_UNIT, request, start_early, starts_early
+from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.quantized import Code
 from headwater.device.kernels.unpack import (
     e4m3_products,
@@ -89,11 +89,9 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
           N: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr,
           GROUPED: tl.constexpr, ZEROS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
           ADDED: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr,
-          EARLY: tl.constexpr, REQUESTED: tl.constexpr):  # fmt: skip
+          EARLY: tl.constexpr):  # fmt: skip
     """`EACH` lines of the weight, `N` at a time, each in `WIDTH` words of 64 bits, some of which
     may not exist."""
-    if REQUESTED > 0:
-        request(weight + tl.program_id(0).to(tl.int64) * (REQUESTED // 8), REQUESTED, EARLY, 4)
     start_early(EARLY)
     codes: tl.constexpr = 16 if INT4 else 8
     words: tl.constexpr = SIZE // codes
@@ -235,7 +233,6 @@ def gemv(
     n, programs, stages, warps = _shape(size, words.shape[1], lines, is_int4=is_int4)
     each = triton.cdiv(triton.cdiv(lines, programs), n) * n
     early = starts_early(x)
-    slab = each * words.shape[1] * 8
     _gemv[(triton.cdiv(lines, each),)](
         x, words, scales, scales if zeros is None else zeros, norm_weight,
         x if residual is None else residual, out, epsilon, factor, scales.stride(0),
@@ -243,7 +240,6 @@ def gemv(
         WIDTH=triton.next_power_of_2(words.shape[1]), GROUP=group, INT4=is_int4,
         GROUPED=scales.dim() == 2, ZEROS=zeros is not None, NORMED=norm is not None, GATED=gated,
         ADDED=residual is not None, ACTIVATION=int(activation), STAGES=stages, EARLY=early,
-        REQUESTED=slab if lines % each == 0 and slab % REQUEST_UNIT == 0 else 0,
         num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return out
