@@ -1,0 +1,57 @@
+"""Kernels that start while the kernel before them ends."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater.device.model import load
+from headwater.scheduler.request import SamplingParams
+from tests.device.driver import Driver
+from tests.device.families import prompt, save_family
+from tests.device.gpu import DEVICE, pytestmark, require_gpu
+
+require_gpu()
+
+from headwater.device.gpu.runner import CudaRunner  # noqa: E402 - it imports Triton
+from headwater.device.kernels import early  # noqa: E402
+
+__all__ = ["pytestmark"]
+
+
+def test_few_rows_start_early_and_a_single_wide_one_does_not() -> None:
+    """One row of a large model is slower if its kernels start early; this was measured."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("for Hopper and later")
+    for rows, size, expected in (
+        (1, 2048, True),
+        (1, 4096, False),
+        (64, 8192, True),
+        (65, 8, False),
+    ):
+        assert early.starts_early(torch.empty(rows, size, device=DEVICE)) is expected
+    assert not early.starts_early(torch.empty(1, 2048, device=DEVICE), 4096)
+
+
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_log_probabilities_do_not_depend_on_the_start(
+    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured steps whose kernels start early, and the same without, differ by rounding only."""
+    folder = save_family(
+        "llama", tmp_path, hidden_size=512, intermediate_size=1024, head_dim=64
+    )
+    model = load(folder, device="cuda", dtype="bfloat16")
+    params = SamplingParams(temperature=0.0, logprobs=5)
+    found = []
+    for max_rows in (0, 64):
+        monkeypatch.setattr(early, "MAX_EARLY_ROWS", max_rows)
+        driver = Driver(model, runner_class=CudaRunner, block_tokens=64, num_blocks=16)
+        rows = [
+            driver.add(prompt(20 + n, seed=n), params=params, name=str(n))
+            for n in range(num_rows)
+        ]
+        driver.finish(*rows, count=4)
+        found.append([row.results[1].top_values[0] for row in rows])
+
+    assert found[0] == pytest.approx(found[1], abs=0.1)
