@@ -1,4 +1,4 @@
-"""The far end of a `cuda` link in a process of its own, and the pools of both ends.
+"""The far end of a link in a process of its own, and the pools of both ends.
 
 gpu_far.py send ADDRESS LEASES     pushes all blocks to lease 1, 2 … and prints each outcome
 gpu_far.py receive                 opens lease 1 to 4 and prints its address
@@ -13,8 +13,10 @@ import torch
 from headwater.clock import SystemClock
 from headwater.device.gpu.peer_blocks import CudaBlocks
 from headwater.device.kv import KVPool
+from headwater.device.open import open_copier
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
+from headwater.disagg.links.staging.registry import StagedLinks
 from headwater.disagg.protocol.push import BlockPiece, Push
 from headwater.testing.links import EventLog
 from tests.device.pool_shape import shape_of_2_mib_blocks
@@ -31,6 +33,19 @@ def make_pool(seed: int | None = None, *, shared: bool = True) -> KVPool:
         pool.blocks.copy_(random_blocks(seed))
     torch.cuda.synchronize()
     return pool
+
+
+def links_of(pool: KVPool, log: EventLog) -> StagedLinks:
+    """All links of an instance with this pool."""
+    clock = SystemClock()
+    return StagedLinks(
+        CONFIG,
+        pool.block_bytes,
+        lambda slab: open_copier(pool, slab, clock, for_links=True),
+        log,
+        clock,
+        device=CudaBlocks(pool),
+    )
 
 
 def random_blocks(seed: int) -> torch.Tensor:
@@ -56,7 +71,7 @@ def say(what: object) -> None:
 def send(address: str, num_leases: int) -> None:
     """Push again and again, until done or killed."""
     log, pool = EventLog(), make_pool(seed=3)
-    sender = Links(CONFIG, CudaBlocks(pool), log).connect(address)
+    sender = links_of(pool, log).connect(address)
     for lease in range(1, num_leases + 1):
         push_all(sender, lease, lease, pool.block_bytes)
         say(log.outcome(lease))

@@ -1,4 +1,7 @@
-"""The `cuda` link on a GPU: two processes on one device, exact bytes, and deaths."""
+"""Links that map memory of the sender, on a GPU: two processes on one device, exact bytes, deaths.
+
+With `cuda` it is the sender's pool, with `shm` its staging buffers in main memory.
+"""
 
 import os
 import subprocess
@@ -14,13 +17,20 @@ from headwater.disagg.links.registry import Links
 from headwater.disagg.protocol.push import PushDone, PushFailed
 from headwater.errors import DeviceError
 from headwater.testing.links import EventLog
+from headwater.transfer.shared import SharedPages, map_shared
 from tests.device.gpu import pytestmark, require_gpu
 
 require_gpu()
 
 from headwater.device.gpu.peer_blocks import CudaBlocks  # noqa: E402
 from tests.device import gpu_far  # noqa: E402
-from tests.device.gpu_far import CONFIG, NUM_BLOCKS, make_pool, random_blocks  # noqa: E402
+from tests.device.gpu_far import (  # noqa: E402
+    CONFIG,
+    NUM_BLOCKS,
+    links_of,
+    make_pool,
+    random_blocks,
+)
 
 __all__ = ["pytestmark"]
 
@@ -43,7 +53,8 @@ def start() -> Iterator[Start]:
     yield start_one
     for process in started:
         process.kill()
-        process.wait()
+        with process:  # waits, and closes its output
+            pass
 
 
 def line_of(process: "subprocess.Popen[str]", begins: str) -> str:
@@ -55,10 +66,11 @@ def line_of(process: "subprocess.Popen[str]", begins: str) -> str:
     raise AssertionError(f"the far end said nothing that begins with {begins!r}")
 
 
-def test_blocks_arrive_from_another_process_byte_for_byte(start: Start) -> None:
+@pytest.mark.parametrize("link", ["cuda", "shm", "tcp"])
+def test_blocks_arrive_from_another_process_byte_for_byte(start: Start, link: str) -> None:
     """They arrive in the slots of the lease, in any order of slots."""
     pool, log = make_pool(), EventLog()
-    receiver = Links(CONFIG, CudaBlocks(pool), log).listen("cuda")
+    receiver = links_of(pool, log).listen(link)
     slots = [(7 * at + 5) % NUM_BLOCKS for at in range(NUM_BLOCKS)]
     receiver.open(1, slots)
     line_of(start("send", receiver.address, "1"), "PushDone")
@@ -69,12 +81,13 @@ def test_blocks_arrive_from_another_process_byte_for_byte(start: Start) -> None:
     receiver.close()
 
 
+@pytest.mark.parametrize("link", ["cuda", "shm"])
 def test_a_sender_killed_during_copies_leaves_right_blocks_and_frees_its_memory(
-    start: Start,
+    start: Start, link: str
 ) -> None:
     """After kill -9 its memory stays mapped until the connection is closed (lessons 53, 54)."""
     pool, log = make_pool(), EventLog()
-    receiver = Links(CONFIG, CudaBlocks(pool), log).listen("cuda")
+    receiver = links_of(pool, log).listen(link)
     num_leases = 2000
     for lease in range(1, num_leases + 1):
         receiver.open(lease, range(NUM_BLOCKS))
@@ -93,7 +106,7 @@ def test_a_sender_killed_during_copies_leaves_right_blocks_and_frees_its_memory(
     receiver.open(num_leases + 1, range(NUM_BLOCKS))
     pool.blocks.zero_()
     again = make_pool(seed=4)
-    other = Links(CONFIG, CudaBlocks(again), log).connect(receiver.address)
+    other = links_of(again, log).connect(receiver.address)
     gpu_far.push_all(other, 1, num_leases + 1, pool.block_bytes)
     assert log.outcome(1) == PushDone(1, NUM_BLOCKS * pool.block_bytes)
     assert torch.equal(pool.blocks.cpu(), random_blocks(4))
@@ -136,6 +149,31 @@ def test_closing_a_connection_unmaps_the_peers_memory() -> None:
     peer.close()
 
     assert before - torch.cuda.mem_get_info()[0] < size // 2
+
+
+def test_a_device_reads_main_memory_that_it_cannot_write() -> None:
+    """So blocks of a peer on this machine pass through no buffer of the receiver."""
+    pool, pages = make_pool(), SharedPages(4 * (2 << 20))
+    blocks = CudaBlocks(pool)
+    assert blocks.can_map_host()
+    pages.memory[2 << 20 : 4 << 20] = random_blocks(6)[0].numpy().data
+    peer = blocks.map_host(map_shared(pages.file, 4 * (2 << 20)))
+    peer.start_copy([1], [7], [2 << 20]).wait()
+    peer.close()
+
+    assert torch.equal(pool.blocks[7].cpu(), random_blocks(6)[0])
+    assert not pool.blocks[6].any()
+
+
+def test_memory_of_the_same_device_is_near() -> None:
+    """Then its frames are larger."""
+    pool = make_pool(seed=1)
+    pages: Any = pool.pages
+    peer = CudaBlocks(make_pool()).map_peer(pages.file, pages.num_bytes)
+    is_near = peer.is_near
+    peer.close()
+
+    assert is_near
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "too large"])

@@ -13,7 +13,8 @@ require_gpu()
 
 __all__ = ["pytestmark"]
 
-ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "swap_space_gib": 0.05}
+"""A small host tier: the default one is half of the free main memory, for each of four engines."""
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from headwater.clock import SystemClock
+from headwater.disagg.links import cuda
 from headwater.disagg.links.frames import SentPiece, encode_frame, make_frame
 from headwater.disagg.links.registry import Links
 from headwater.disagg.peering.handshake import (
@@ -22,6 +23,7 @@ from headwater.disagg.peering.stream import Stream
 from headwater.disagg.protocol.errors import LinkBroken
 from headwater.disagg.protocol.push import Push, PushDone, PushFailure
 from headwater.errors import ConfigError
+from headwater.testing.device_blocks import PeerArray
 from headwater.testing.link_contract import open_harness
 from headwater.testing.links import BlockArray, EventLog
 from headwater.transfer.shared import SharedPages
@@ -288,6 +290,27 @@ def test_an_instance_without_a_gpu_is_told_at_once():
     private.file = None
     with pytest.raises(ConfigError, match="cannot map the device memory"):
         Links(CONFIG, private, EventLog()).connect("cuda://headwater-unknown")
+
+
+@pytest.mark.parametrize(("is_near", "num_frames"), [(False, 2), (True, 1)])
+def test_frames_are_larger_on_one_device(harness, monkeypatch, is_near, num_frames):
+    """There, receiving and answering a frame takes longer than copying its blocks."""
+    monkeypatch.setattr(PeerArray, "is_near", is_near)
+    monkeypatch.setattr(cuda, "_FRAME_SIZES", (2 * BLOCK_BYTES, 4 * BLOCK_BYTES))
+    monkeypatch.setattr(cuda, "_NEAR_SIZES", (4 * BLOCK_BYTES, 8 * BLOCK_BYTES))
+    harness.receiver.open(1, range(4))
+    frames = []
+    start_copy = PeerArray.start_copy
+
+    def noted(peer, sources, targets, sizes):
+        frames.append(sources)
+        return start_copy(peer, sources, targets, sizes)
+
+    monkeypatch.setattr(PeerArray, "start_copy", noted)
+    harness.sender().push(harness.push(1, 1, [0, 1, 2, 3]))
+
+    assert harness.done(1) == 4 * BLOCK_BYTES
+    assert len(frames) == num_frames
 
 
 def test_many_small_frames_arrive_in_order(harness):

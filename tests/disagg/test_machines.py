@@ -137,7 +137,9 @@ def test_a_copy_that_fails_costs_the_client_nothing_but_time(monkeypatch):
     from headwater.device import open as device
 
     open_copier = device.open_copier
-    monkeypatch.setattr(device, "open_copier", lambda *args: OneFails(open_copier(*args)))
+    monkeypatch.setattr(
+        device, "open_copier", lambda *args, **how: OneFails(open_copier(*args, **how))
+    )
     monkeypatch.setattr(peers, "_in_place", peers._staged)
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
     tokens = [at * 37 % 256 for at in range(100)]

@@ -206,12 +206,12 @@ def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
 def test_a_push_that_waits_for_its_turn_ends_at_its_deadline(pair):
     """Its slots are not read, so the duration of the copy before it does not matter."""
     pair.outer.copier.gate.clear()
-    pair.push(1, 1, [0, 1])
-    pair.push(2, 1, [2], wait_s=0.05)
+    pair.push(1, 1, [0, 1, 2])
+    pair.push(2, 1, [3], wait_s=0.05)
 
     assert pair.log.outcome(2, 5.0) == (2, PushFailure.TIMEOUT)
     assert pair.log.outcomes(1) == []
-    assert pair.outer.copier.num_started == 1
+    assert pair.outer.copier.num_started == 2
 
 
 def test_closing_ends_what_waits_and_what_is_copied(pair):
@@ -235,7 +235,7 @@ def test_a_push_ends_once_though_deadline_and_cancel_meet(pair):
     """The deadline comes while `cancel` is about to end the push (lesson 53)."""
     pair.hold = lambda event: event.job == 2 and pair.log.outcome(3)
     pair.outer.copier.gate.clear()
-    pair.push(1, 1, [0])
+    pair.push(1, 1, [0, 1, 2])
     pair.push(2, 9, [1])
     pair.push(3, 9, [2], wait_s=0.1)
     pair.sender.cancel(9)
@@ -255,6 +255,23 @@ def test_every_outcome_is_delivered_before_close_returns(pair):
     closing.join()
 
     assert len(pair.log.outcomes(1)) == 1
+
+
+def test_parts_are_pushed_in_order_though_their_copies_end_out_of_order(pair, monkeypatch):
+    """Two parts are copied at a time, by two threads of the copier."""
+    reports = []
+    monkeypatch.setattr(pair.outer, "load", lambda slots, buffers, told: reports.append(told))
+    pair.receiver.open(1, range(4))
+    pair.push(1, 1, range(4))
+    end_s = SystemClock().now() + 10.0
+    while len(reports) < 2:
+        assert SystemClock().now() < end_s, "the second part was not begun"
+    reports[1](True)
+    assert not pair.sender._travelling, "the first part has not ended"
+    reports[0](True)
+    pair.log.await_received(1, 4)
+
+    assert pair.log.received(1) == [0, 1, 2, 3]
 
 
 def test_a_push_of_nothing_is_done(pair):

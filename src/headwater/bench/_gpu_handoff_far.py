@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headwater.bench._gpu_engine import BLOCK_TOKENS, DEVICE, make_model
+from headwater.bench._gpu_engine import BLOCK_TOKENS, DEVICE, GpuEngine, make_model
 from headwater.bench._gpu_handoff import CONFIG, handoff_engine, join_peers
 from headwater.clock import SystemClock
 from headwater.device.gpu.peer_blocks import CudaBlocks
@@ -54,7 +54,7 @@ class _BareSender:
         self._links = StagedLinks(
             CONFIG,
             pool.block_bytes,
-            lambda slab: open_copier(pool, slab, clock),
+            lambda slab: open_copier(pool, slab, clock, for_links=True),
             self._deliver,
             clock,
             device=CudaBlocks(pool),
@@ -129,6 +129,7 @@ def _say(what: dict[str, Any]) -> None:
 
 def _send(given: dict[str, int]) -> None:
     sender = _BareSender(given)
+    _say({"ready": True})
     for line in sys.stdin:
         told = sender.answer(json.loads(line))
         if told is not None:
@@ -137,25 +138,39 @@ def _send(given: dict[str, int]) -> None:
 
 
 def _prefill(shape: str) -> None:
-    """An engine for the link that is asked for, until the input ends."""
+    """An engine for each link that is asked for, one after the other, until the input ends."""
     model = make_model(shape)
-    line = sys.stdin.readline()
-    if not line:
-        return
-    engine = handoff_engine(model)
-    _say({"peer_address": join_peers(engine, "prefill", json.loads(line)["link"])})
-    ended = Event()
+    torch.cuda.synchronize()
+    _say({"ready": True})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "link" not in asked:  # a stop of what has failed
+            _say({"stopped": True})
+            continue
+        try:
+            _serve(handoff_engine(model), asked["link"])
+            _say({"stopped": True})
+        except Exception as error:  # noqa: BLE001 -- told, and the other links are measured
+            _say({"failed": repr(error)})
 
-    def await_end() -> None:
-        sys.stdin.readline()
-        ended.set()
-        engine.core.completions.wake()
 
-    Thread(target=await_end, daemon=True).start()
-    while not ended.is_set():
-        engine.core.wait()
-        engine.core.step()
-    engine.close()
+def _serve(engine: GpuEngine, link: str) -> None:
+    """Serve hand-offs by this link until the next line of input."""
+    try:
+        _say({"peer_address": join_peers(engine, "prefill", link)})
+        ended = Event()
+
+        def await_end() -> None:
+            sys.stdin.readline()
+            ended.set()
+            engine.core.completions.wake()
+
+        Thread(target=await_end, daemon=True).start()
+        while not ended.is_set():
+            engine.core.wait()
+            engine.core.step()
+    finally:
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -167,14 +167,19 @@ def prepare_device(runner: Runner, copier: DeviceCopier | None) -> Callable[[], 
 
 
 def open_copier(
-    pool: KVPool, slab: HostSlab, clock: Clock, runner: Runner | None = None
+    pool: KVPool,
+    slab: HostSlab,
+    clock: Clock,
+    runner: Runner | None = None,
+    *,
+    for_links: bool = False,
 ) -> DeviceCopier:
     """The copier between `pool` and `slab`; it tells `runner`, if given, about layers that have
-    arrived."""
+    arrived. A slab `for_links` gets blocks of collected steps only."""
     if pool.device.type == "cpu":
         return CpuCopier(pool, slab, clock)
     from headwater.device.gpu.copier import CudaCopier
     from headwater.device.gpu.runner import CudaRunner
 
     arrivals = runner.arrivals if isinstance(runner, CudaRunner) else None
-    return CudaCopier(pool, slab, clock, arrivals)
+    return CudaCopier(pool, slab, clock, arrivals, for_links=for_links)

@@ -49,11 +49,12 @@ class HostMemory:
             return self.slab(num_slots)
         return self.kept.open_slab(num_slots, self.block_bytes)
 
-    def open_copier(self, slab: HostSlab, *, layerwise: bool = False) -> DeviceCopier:
-        """A copier between the device and `slab`. A `layerwise` copier tells the runner about
-        each layer that has arrived."""
+    def open_copier(self, slab: HostSlab, *, for_links: bool = False) -> DeviceCopier:
+        """A copier between the device and `slab`: the host tier, about whose layers it tells the
+        runner, or staging buffers `for_links`."""
         # Imported here: torch is already imported when a pool exists.
         from headwater.device.open import open_copier
 
-        own = open_copier(self.pool, slab, self._clock, self._runner if layerwise else None)
+        runner = None if for_links else self._runner
+        own = open_copier(self.pool, slab, self._clock, runner, for_links=for_links)
         return own if self.copies is None else self.copies.open(own, slab)

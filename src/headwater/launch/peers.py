@@ -66,7 +66,7 @@ def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
     return memory, lambda links, deliver: StagedLinks(
         links,
         memory.block_bytes,
-        host.open_copier,
+        lambda slab: host.open_copier(slab, for_links=True),
         deliver,
         clock,
         for_ranks=host.has_ranks,

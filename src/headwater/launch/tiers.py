@@ -104,7 +104,7 @@ def open_mover(
         return Mover()
     slab = memory.kept_slab(num_blocks)
     workers = _open_workers(config, cache, slab, clock)
-    copier = memory.open_copier(slab, layerwise=True)
+    copier = memory.open_copier(slab)
     return Mover(copier, workers, block_bytes=memory.block_bytes)
 
 

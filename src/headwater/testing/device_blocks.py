@@ -34,24 +34,30 @@ class DeviceGate:
 
 
 class PeerArray:
-    """The memory of a peer, mapped read-only; copies go to `target`, `[slots, block_bytes]`."""
+    """Memory of a peer that is mapped read-only; copies go to `target`, `[slots, block_bytes]`."""
 
-    def __init__(
-        self, file: int, num_bytes: int, target: NDArray[np.uint8], gate: DeviceGate
-    ) -> None:
-        if gate.refuses:
-            raise DeviceError("the device double maps nothing")
-        try:
-            memory = map_shared(file, num_bytes)
-        except (OSError, ValueError, OverflowError) as error:
-            raise DeviceError(f"cannot map memory: {error}") from error
+    is_near = True
+
+    def __init__(self, memory: memoryview, target: NDArray[np.uint8], gate: DeviceGate) -> None:
         block_bytes = target.shape[1]
-        self.num_slots = num_bytes // block_bytes
+        self.num_slots = len(memory) // block_bytes
         whole = np.frombuffer(memory, dtype=np.uint8)
         self._rows = whole[: self.num_slots * block_bytes].reshape(-1, block_bytes)
         self._target = target
         self._gate = gate
         self._thread = ThreadPoolExecutor(1, "device-double")
+
+    @classmethod
+    def mapped(
+        cls, file: int, num_bytes: int, target: NDArray[np.uint8], gate: DeviceGate
+    ) -> "PeerArray":
+        """The memory behind a descriptor."""
+        if gate.refuses:
+            raise DeviceError("the device double maps nothing")
+        try:
+            return cls(map_shared(file, num_bytes), target, gate)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DeviceError(f"cannot map memory: {error}") from error
 
     def start_copy(
         self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]

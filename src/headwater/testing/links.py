@@ -57,7 +57,7 @@ class BlockArray:
 
     def map_peer(self, file: int, num_bytes: int) -> PeerArray:
         """The memory of a peer, as if both were on a device."""
-        return PeerArray(file, num_bytes, self.rows, self.device)
+        return PeerArray.mapped(file, num_bytes, self.rows, self.device)
 
     def view(self, slot: int) -> memoryview:
         assert self.gate.wait(_WAIT_S), "the gate was never opened"

@@ -58,10 +58,18 @@ class CudaCopier:
     """The `DeviceCopier` of a pool on a GPU."""
 
     def __init__(
-        self, pool: KVPool, slab: HostSlab, clock: Clock, arrivals: Arrivals | None = None
+        self,
+        pool: KVPool,
+        slab: HostSlab,
+        clock: Clock,
+        arrivals: Arrivals | None = None,
+        *,
+        for_links: bool = False,
     ) -> None:
-        """`arrivals` belongs to the runner, which may then compute during loads."""
+        """`arrivals` belongs to the runner, which may then compute during loads. Buffers
+        `for_links` get blocks of collected steps only, so no copy waits for the model."""
         self._pool = pool
+        self._waits_for_model = not for_links
         self._arrivals = arrivals
         self._num_groups = 1
         if arrivals is not None and pool.num_layers % _GROUPS == 0:
@@ -104,7 +112,7 @@ class CudaCopier:
     def start(self, transfer: TransferJob, report: Report) -> None:
         """Queue a copy after those of the same direction.
 
-        An offload that the loop's thread starts follows all work of the model queued so far.
+        An offload to the host tier follows all work of the model queued so far.
         The targets of a load were released by steps that are collected, so a load may overtake
         the queued work.
         """
@@ -114,8 +122,10 @@ class CudaCopier:
                 arrival = self._arrivals.expect(transfer.job, self._num_groups)
             self._queues[0].put(_Entry(transfer, report, arrival=arrival))
             return
-        after = torch.cuda.Event()
-        after.record(torch.cuda.current_stream(self._pool.device))
+        after = None
+        if self._waits_for_model:
+            after = torch.cuda.Event()
+            after.record(torch.cuda.current_stream(self._pool.device))
         self._queues[1].put(_Entry(transfer, report, after=after))
 
     def close(self) -> None:

@@ -27,9 +27,11 @@ class Runtime:
         """Use this device for all further calls of this thread."""
         self._check(self._cuda.cudaSetDevice(self._device), "cudaSetDevice")
 
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Lock pages in memory and register them with the device."""
-        self._check(self._cuda.cudaHostRegister(address, num_bytes, 0), "cudaHostRegister")
+    def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+        """Lock pages in memory and register them with the device, which only reads them if they
+        are mapped `read_only`."""
+        flags = self._cuda.cudaHostRegisterReadOnly if read_only else 0
+        self._check(self._cuda.cudaHostRegister(address, num_bytes, flags), "cudaHostRegister")
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
@@ -62,4 +64,6 @@ class Runtime:
 
     def _check(self, returned: tuple[Any, ...], name: str) -> None:
         if returned[0] != self._cuda.cudaError_t.cudaSuccess:
+            # torch would raise this thread's last error again after its next kernel.
+            self._cuda.cudaGetLastError()
             raise DeviceError(f"{name} failed: {returned[0]!r}")

@@ -51,6 +51,11 @@ class Driver:
         allowed.flags = self.cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         return allowed
 
+    def is_near(self, handle: Any) -> bool:  # noqa: ANN401
+        """Whether memory is on this device."""
+        found = self.call("cuMemGetAllocationPropertiesFromHandle", handle)
+        return int(found.location.id) == self._index
+
     def call(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401
         """Call a function of the driver; returns its result. Raises DeviceError with its name."""
         code, *results = getattr(self.cuda, name)(*arguments)
@@ -71,6 +76,9 @@ class MappedMemory:
     def __init__(self, driver: Driver, handle: Any, num_bytes: int) -> None:  # noqa: ANN401
         """Takes ownership of `handle`."""
         try:
+            self.is_near = driver.is_near(handle)
+            """Whether the memory is on the driver's own device."""
+
             address = driver.call("cuMemAddressReserve", num_bytes, 0, 0, 0)
             try:
                 driver.call("cuMemMap", address, num_bytes, 0, handle, 0)

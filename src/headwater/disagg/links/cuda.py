@@ -13,21 +13,15 @@ before the frame is sent, and no event is shared between the processes.
 """
 
 import logging
-from collections import deque
 
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frame_validity import (
-    PeerFrameValidity,
-)
-from headwater.disagg.links.frames import Frame
+from headwater.disagg.links.device_inbound import DeviceInbound
 from headwater.disagg.links.interface import (
     BlockMemory,
-    CopyInProgress,
     DeviceMemory,
-    PeerBlocks,
 )
-from headwater.disagg.links.leases import ArrivingBlocks
 from headwater.disagg.links.mapped import (
+    FrameSizes,
     MappedOutbound,
     check_user,
     listen_locally,
@@ -48,14 +42,17 @@ from headwater.errors import ConfigError, DeviceError
 
 log = logging.getLogger(__name__)
 
-_MAPPED, _NOT_MAPPED = b"\0", b"\1"
-"""The receiver's answer to the offer."""
+_MAPPED, _NOT_MAPPED, _MAPPED_NEAR = b"\0", b"\1", b"\2"
+"""The receiver's answer to the offer. Memory is near if it is on the receiver's own device."""
 
-_FRAME_BYTES = 256 << 20
-"""A fence waits for at most two frames: 20 ms at 25 GB/s, the slowest bus between two GPUs."""
+_FRAME_SIZES = 64 << 20, 256 << 20
+"""The first frame is small, so that the receiver begins early. A fence waits for at most two
+frames: 20 ms at 25 GB/s, the slowest bus between two GPUs."""
 
-_FIRST_BYTES = 64 << 20
-"""Payload of the first frame of a push: small, so that the receiver begins early."""
+_NEAR_SIZES = 64 << 20, 1 << 30
+"""The same for memory on one device, which copies more than 500 GB/s even while it computes. In
+the time in which a frame of 256 MiB is copied, the next one is just received. A fence waits for at
+most four frames."""
 
 
 class CudaAcceptor:
@@ -72,7 +69,7 @@ class CudaAcceptor:
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
-    ) -> tuple[LinkSession, "CudaInbound"]:
+    ) -> tuple[LinkSession, DeviceInbound]:
         check_user(stream)
         session = handshake.accept()
         try:
@@ -81,55 +78,13 @@ class CudaAcceptor:
         except DeviceError as error:
             stream.send([_NOT_MAPPED], check_wait)
             raise Malformed(f"cannot map the peer's device memory: {error}") from error
-        stream.send([_MAPPED], check_wait)
-        return session, CudaInbound(peer, validity, self._memory.block_bytes)
+        stream.send([_MAPPED_NEAR if peer.is_near else _MAPPED], check_wait)
+        _, frame_bytes = _sizes(is_near=peer.is_near)
+        largest = max(frame_bytes, self._memory.block_bytes)
+        return session, DeviceInbound(peer, validity, largest)
 
     def close(self) -> None:
         """Releases the listening socket."""
-
-
-class CudaInbound:
-    """Payloads in the sender's device memory; copies them into our slots in the background."""
-
-    def __init__(self, peer: PeerBlocks, validity: PeerFrameValidity, block_bytes: int) -> None:
-        self._peer = peer
-        self._validity = validity
-        self.max_bytes = max(_FRAME_BYTES, block_bytes)
-        self._copies: deque[CopyInProgress | None] = deque()
-        """The copy of each frame that was started and not finished; None if it copies nothing."""
-
-    def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
-        pieces = frame.pieces
-        if max([piece.slot for piece in pieces]) >= self._peer.num_slots:
-            raise Malformed("block outside the sender's memory")
-        copy = None
-        if arriving.new and not arriving.stopped:
-            sources = [pieces[at].slot for at in arriving.new]
-            sizes = [pieces[at].num_bytes for at in arriving.new]
-            try:
-                copy = self._peer.start_copy(sources, arriving.slots(pieces), sizes)
-            except DeviceError:
-                log.exception("cannot start a copy from a peer's device memory")
-        self._copies.append(copy)
-        return 0
-
-    def finish(self, frame: Frame, arriving: ArrivingBlocks) -> None:
-        copy = self._copies.popleft()
-        if copy is None:
-            return
-        try:
-            copy.wait()
-        except DeviceError:
-            log.exception("a copy from a peer's device memory failed")
-            return
-        if self._validity.is_valid(frame):
-            arriving.good.update(arriving.new)
-
-    def num_following(self, frame: Frame) -> int:
-        return 0
-
-    def close(self) -> None:
-        self._peer.close()
 
 
 class CudaDialer:
@@ -147,7 +102,6 @@ class CudaDialer:
             )
         self._file, self._num_bytes = device.file, device.num_bytes
         self._timeout_s = config.connect_timeout_s
-        self.frame_bytes, self.first_bytes = _FRAME_BYTES, _FIRST_BYTES
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> MappedOutbound:
         outbound = offer_memory(
@@ -155,12 +109,13 @@ class CudaDialer:
             self._timeout_s,
             terms,
             memory=(self._file, self._num_bytes),
+            sizes=_FRAME_SIZES,
             check_wait=check_wait,
         )
         answer = bytearray(1)
         try:
             outbound.stream.fill(memoryview(answer), check_wait)
-            if answer != _MAPPED:
+            if answer not in (_MAPPED, _MAPPED_NEAR):
                 raise LinkBroken(
                     "the receiver's device cannot map this instance's device memory",
                     PushFailure.REFUSED,
@@ -168,10 +123,16 @@ class CudaDialer:
         except BaseException:
             outbound.stream.close()
             raise
+        is_near = answer == _MAPPED_NEAR
+        outbound.first_bytes, outbound.frame_bytes = _sizes(is_near=is_near)
         return outbound
 
     def close(self) -> None:
         """Nothing to do: only connections hold resources."""
+
+
+def _sizes(*, is_near: bool) -> FrameSizes:
+    return _NEAR_SIZES if is_near else _FRAME_SIZES
 
 
 def _device_memory(memory: BlockMemory) -> DeviceMemory:

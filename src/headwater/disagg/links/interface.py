@@ -50,11 +50,15 @@ class CopyInProgress(Protocol):
 
 
 class PeerBlocks(Protocol):
-    """The blocks of a peer's device pool, mapped here. Used by the thread that mapped them."""
+    """The blocks of a peer, mapped here for this device. Used by the thread that mapped them."""
 
     @property
     def num_slots(self) -> int:
         """Slots of the peer."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether they are on this device, which copies them as fast as its own blocks."""
 
     def start_copy(
         self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]
@@ -82,6 +86,18 @@ class DeviceMemory(BlockMemory, Protocol):
     def map_peer(self, file: int, num_bytes: int) -> PeerBlocks:
         """Map the memory behind a descriptor that a peer passed. It stays valid until `close`,
         even if the peer dies. DeviceError if this device cannot map it."""
+
+
+@runtime_checkable
+class HostReader(BlockMemory, Protocol):
+    """Blocks on a device that may be able to read main memory of a peer."""
+
+    def can_map_host(self) -> bool:
+        """Whether it is able to."""
+
+    def map_host(self, memory: memoryview) -> PeerBlocks:
+        """Let this device read a peer's main memory, which is mapped here read-only. It stays
+        mapped until `close`. DeviceError if the device cannot read it."""
 
 
 Deliver: TypeAlias = Callable[[LinkEvent], None]

@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from headwater.disagg.links.frame_validity import (
     VALIDITY_BYTES,
@@ -27,8 +28,8 @@ from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
 
-NUM_FRAMES = 4
-"""Frames in flight: the next frame is there before the peer has copied the last one."""
+NUM_FRAMES = 8
+"""Frames in flight: the next frames are there before the peer has copied the last one."""
 
 _OFFER = struct.Struct("<Q")
 """Size of the memory whose descriptor is passed with it."""
@@ -36,14 +37,20 @@ _OFFER = struct.Struct("<Q")
 _NUM_FILES = 2
 """The memory, and the words that tell whether its frames are valid."""
 
+FrameSizes: TypeAlias = tuple[int, int]
+"""Payload of the first frame of a push, and of the largest one."""
+
 _CREDENTIALS = struct.Struct("3i")
 
 
 class MappedOutbound:
     """Sends frames; payloads stay in the sender's memory."""
 
-    def __init__(self, stream: Stream, key: bytes, validity: FrameValidity) -> None:
+    def __init__(
+        self, stream: Stream, key: bytes, validity: FrameValidity, sizes: FrameSizes
+    ) -> None:
         self.stream = stream
+        self.first_bytes, self.frame_bytes = sizes
         self._key = key
         self._validity = validity
 
@@ -120,6 +127,7 @@ def offer_memory(
     terms: HandshakeTerms,
     *,
     memory: tuple[int, int],
+    sizes: FrameSizes,
     check_wait: WaitCheck,
 ) -> MappedOutbound:
     """Connect to the receiver `name` and pass it the descriptor of `memory`, with its size."""
@@ -132,7 +140,7 @@ def offer_memory(
     except BaseException:
         stream.close()
         raise
-    return MappedOutbound(stream, key, validity)
+    return MappedOutbound(stream, key, validity, sizes)
 
 
 @contextmanager

@@ -199,8 +199,6 @@ class MooncakeDialer:
         self._min_direct_bytes = _DIRECT_BYTES if direct else sys.maxsize
         self._target = parse_host_port(address)
         self._config = config
-        self.frame_bytes = config.frame_bytes
-        self.first_bytes = FIRST_BYTES
         self._engine = engine
         self._memory: memoryview | None = None
 
@@ -247,6 +245,7 @@ class MooncakeOutbound:
                 "the receiver has another frame_bytes or num_cells", PushFailure.REFUSED
             )
         self.stream = stream
+        self.frame_bytes, self.first_bytes = cells.cell_bytes, FIRST_BYTES
         self._key = session.key
         self._name = session.grant[_GRANT.size :].decode(errors="replace")
         self._engine = engine

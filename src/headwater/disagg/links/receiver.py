@@ -8,6 +8,7 @@ other peer is affected.
 import contextlib
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Event, Lock, Thread
@@ -68,8 +69,11 @@ class BackgroundInbound(Inbound, Protocol):
     """The `Inbound` of a link that copies in the background: `receive` only starts the copies
     of a frame.
 
-    The next frame is started before this one is finished, so that the device always has work.
+    The next frames are started before this one is finished, so that the device always has work.
     """
+
+    max_started: int
+    """Most frames that are started and not finished. A fence waits for them."""
 
     def finish(self, frame: Frame, arriving: ArrivingBlocks) -> None:
         """Wait for the copies of the oldest frame that was started, and note which blocks are
@@ -237,8 +241,8 @@ class _Connection:
         self._stall = stall
         self._head = memoryview(bytearray(FRAME_BYTES))
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._started: tuple[Frame, ArrivingBlocks] | None = None
-        """A frame whose blocks are being copied in the background."""
+        self._started: deque[tuple[Frame, ArrivingBlocks]] = deque()
+        """Frames whose blocks are being copied in the background, oldest first."""
 
     def serve(self) -> None:
         """Receive frames and answer each, until the connection ends."""
@@ -256,23 +260,25 @@ class _Connection:
                 number += 1
                 self._receive(frame, check_wait)
         finally:
-            self._end_started()
+            while self._started:
+                self._end_oldest()
 
     def _begun(self) -> int:
         """Number of bytes of the next frame's head that have arrived."""
-        if self._started is not None:
+        while self._started:
             begun = self._stream.receive_some([self._head], socket.MSG_DONTWAIT)
-            if begun < FRAME_BYTES:  # a slow peer must not delay the end of the started frame
+            if 0 < begun < FRAME_BYTES:  # a slow peer must not delay the end of started frames
                 self._answer_started()
             if begun:
                 return begun
+            self._answer_oldest()
         return self._stream.receive_some([self._head])
 
     def _frame(self, begun: int, check_wait: WaitCheck) -> Frame:
         self._stream.fill(self._head[begun:], check_wait)
         table = bytearray(table_bytes(self._head))
         rest = memoryview(table)
-        if self._started is not None:
+        if self._started:
             rest = rest[self._stream.receive_some([rest], socket.MSG_DONTWAIT) :]
             if rest:
                 self._answer_started()
@@ -285,7 +291,7 @@ class _Connection:
         """Write the blocks of a frame and answer the frame. A link that copies in the
         background only starts the copies here."""
         arriving = self._book.begin_write(frame.lease, frame.pieces)
-        if arriving is PushFailure.TWICE and self._started is not None:
+        if arriving is PushFailure.TWICE and self._started:
             self._answer_started()
             arriving = self._book.begin_write(frame.lease, frame.pieces)
         if isinstance(arriving, PushFailure):
@@ -299,29 +305,31 @@ class _Connection:
             self._book.end_write(arriving, frame.pieces)
             raise
         if self._background is not None:
-            # After the start of this frame's copies, so that the device copies while the
-            # previous frame is answered.
-            self._answer_started()
-            self._started = frame, arriving
+            # After the start of this frame's copies, so that the device copies while an earlier
+            # frame is answered.
+            self._started.append((frame, arriving))
+            while len(self._started) >= self._background.max_started:
+                self._answer_oldest()
             return
         self._book.end_write(arriving, frame.pieces)
         self._skip(left, check_wait)
         self._answer(frame, _failure(arriving))
 
     def _answer_started(self) -> None:
-        """Wait for the frame whose copies were started, and answer it."""
-        ended = self._end_started()
-        if ended is not None:
-            frame, arriving = ended
-            self._answer(frame, _failure(arriving))
+        """Wait for all frames whose copies were started, and answer them."""
+        while self._started:
+            self._answer_oldest()
 
-    def _end_started(self) -> tuple[Frame, ArrivingBlocks] | None:
-        """Wait for the frame whose copies were started; afterwards nothing writes to its slots."""
-        if self._started is None:
-            return None
-        frame, arriving = started = self._started
-        self._started = None
+    def _answer_oldest(self) -> None:
+        """Wait for the oldest frame whose copies were started, and answer it."""
+        frame, arriving = self._end_oldest()
+        self._answer(frame, _failure(arriving))
+
+    def _end_oldest(self) -> tuple[Frame, ArrivingBlocks]:
+        """Wait for the oldest frame whose copies were started; afterwards nothing writes to its
+        slots."""
         assert self._background is not None, "only copies in the background are started"
+        frame, arriving = started = self._started.popleft()
         try:
             self._background.finish(frame, arriving)
         finally:

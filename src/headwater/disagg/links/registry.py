@@ -80,7 +80,7 @@ class Links:
             case "tcp":
                 return TcpAcceptor(config, block_bytes, self._tls)
             case "shm":
-                return ShmAcceptor(block_bytes)
+                return ShmAcceptor(self._memory)
             case "cuda":
                 return CudaAcceptor(self._memory)
             case "mooncake":

@@ -36,6 +36,12 @@ class Outbound(Protocol):
     """Sends the frames of one connection."""
 
     stream: Stream
+    frame_bytes: int
+    """Preferred payload of a frame."""
+
+    first_bytes: int
+    """Payload of the first frame of a push. Each next frame is twice as large, up to the limit.
+    """
 
     def send_frame(
         self,
@@ -63,12 +69,6 @@ class Dialer(Protocol):
     """The sender's part of one kind of link."""
 
     link: str
-    frame_bytes: int
-    """Preferred payload of a frame."""
-
-    first_bytes: int
-    """Payload of the first frame of a push. Each next frame is twice as large, up to the limit.
-    """
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> Outbound:
         """A new authenticated connection, or LinkBroken."""
@@ -129,8 +129,6 @@ class StreamSender:
         self._config = config
         self._clock = clock
         self._terms = HandshakeTerms(dialer.link, config.token, memory.block_bytes)
-        self._first_bytes = dialer.first_bytes
-        self._frame_bytes = max(dialer.frame_bytes, memory.block_bytes)
         self._changed = Condition()
         self._queue: deque[_PendingPush] = deque()
         self._sent: dict[int, _PendingPush] = {}
@@ -232,7 +230,8 @@ class StreamSender:
         push = pending.push
         try:
             connection = pending.connection = self._connected(self._wait_check(pending))
-            for pieces in _frames(push.pieces, self._first_bytes, self._frame_bytes):
+            first, largest = connection.outbound.first_bytes, connection.outbound.frame_bytes
+            for pieces in _frames(push.pieces, first, largest):
                 if pending.failure is not None:
                     break
                 self._send_frame(connection, pending, pieces)

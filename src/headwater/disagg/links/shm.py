@@ -2,6 +2,7 @@
 
     sender's slots ── mapped by the receiver ──▶ one copy ──▶ receiver's slots
 
+If the receiver's slots are on a GPU that can read main memory of peers, the GPU makes this copy.
 After the handshake on a Unix socket, the sender passes a descriptor of its whole block memory, a
 sealed memfd. It has no name, so nothing is left behind when a process dies. The seals prevent
 that a peer shrinks it during a copy or writes to it. A frame names the slots of its blocks. The
@@ -15,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.device_inbound import DeviceInbound
 from headwater.disagg.links.frame_validity import (
     PeerFrameValidity,
 )
 from headwater.disagg.links.frames import Frame
-from headwater.disagg.links.interface import BlockMemory, OneMemory
+from headwater.disagg.links.interface import BlockMemory, HostReader, OneMemory
 from headwater.disagg.links.leases import ArrivingBlocks
 from headwater.disagg.links.mapped import (
     MappedOutbound,
@@ -37,7 +39,7 @@ from headwater.disagg.peering.handshake import (
 from headwater.disagg.peering.stream import Stream, WaitCheck
 from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import Malformed
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, DeviceError
 from headwater.transfer.shared import map_shared
 
 _SHARED_BYTES = 4 << 20
@@ -54,19 +56,26 @@ class ShmAcceptor:
     tls: Tls | None = None
     """None, because bytes on a Unix socket do not leave the machine."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
         self.listener, name = listen_locally()
         self.address = f"shm://{name}"
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
-    ) -> tuple[LinkSession, "ShmInbound"]:
+    ) -> "tuple[LinkSession, ShmInbound | DeviceInbound]":
         check_user(stream)
         session = handshake.accept()
         with offered_memory(stream, check_wait) as (file, num_bytes, validity):
             memory = map_shared(file, num_bytes)
-        return session, ShmInbound(memory, validity, self._block_bytes)
+        block_bytes = self._memory.block_bytes
+        if not isinstance(self._memory, HostReader):
+            return session, ShmInbound(memory, validity, block_bytes)
+        try:
+            peer = self._memory.map_host(memory)
+        except DeviceError as error:
+            raise Malformed(f"the device cannot read the peer's memory: {error}") from error
+        return session, DeviceInbound(peer, validity, max(FRAME_BYTES, block_bytes))
 
     def close(self) -> None:
         """Releases the listening socket."""
@@ -136,7 +145,6 @@ class ShmDialer:
         self._file = memory.file
         self._num_bytes = len(memory.memory)
         self._timeout_s = config.connect_timeout_s
-        self.frame_bytes = self.first_bytes = FRAME_BYTES
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> MappedOutbound:
         return offer_memory(
@@ -144,6 +152,7 @@ class ShmDialer:
             self._timeout_s,
             terms,
             memory=(self._file, self._num_bytes),
+            sizes=(FRAME_BYTES, FRAME_BYTES),
             check_wait=check_wait,
         )
 

@@ -114,8 +114,6 @@ class TcpDialer:
     link = "tcp"
 
     def __init__(self, address: str, config: LinkConfig, tls: Tls | None = None) -> None:
-        self.frame_bytes = _FRAME_BYTES
-        self.first_bytes = FIRST_BYTES
         self._target = parse_host_port(address)
         self._timeout_s = config.connect_timeout_s
         self._tls = tls
@@ -136,6 +134,8 @@ class TcpDialer:
 
 class TcpOutbound:
     """Sends frames, each followed by its payload."""
+
+    frame_bytes, first_bytes = _FRAME_BYTES, FIRST_BYTES
 
     def __init__(self, stream: Stream, key: bytes) -> None:
         self.stream = stream

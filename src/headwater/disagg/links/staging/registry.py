@@ -11,6 +11,7 @@ from headwater.disagg.links.interface import (
     BlockMemory,
     Deliver,
     DeviceMemory,
+    HostReader,
     Receiver,
     Sender,
 )
@@ -23,8 +24,8 @@ from headwater.disagg.links.staging.sender import StagedSender
 from headwater.errors import ConfigError
 from headwater.transfer.slab import HostSlab
 
-_NUM_PARTS = 2
-"""Parts of each sender's buffers: one is copied while another one is sent."""
+_NUM_PARTS = 4
+"""Parts of each sender's buffers: two are copied from the device while two are sent."""
 
 
 class StagedLinks:
@@ -74,7 +75,7 @@ class StagedLinks:
         return link == "shm" or (self._device is not None and self._device.file is not None)
 
     def _listen(self, link: str, deliver: Deliver) -> Receiver:
-        if link == "cuda":
+        if link == "cuda" or (link == "shm" and self._reads_host()):
             return self._mapping_links(deliver).listen(link)
         num_buffers = self._config.max_senders * self._frame_blocks
         slab = HostSlab(num_buffers, self._block_bytes, for_ranks=self._for_ranks)
@@ -109,6 +110,11 @@ class StagedLinks:
                 self._clock,
                 part_blocks=self._frame_blocks,
             )
+
+    def _reads_host(self) -> bool:
+        """Whether the device itself copies from the buffers of a peer on this machine."""
+        device: object = self._device
+        return isinstance(device, HostReader) and device.can_map_host()
 
     def _mapping_links(self, deliver: Deliver) -> Links:
         if self._device is None:

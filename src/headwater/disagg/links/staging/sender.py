@@ -1,17 +1,18 @@
 """Sends device blocks: copies them into staging buffers, and pushes the buffers.
 
-    push ── split into parts ──▶ copied into buffers, one at a time ──▶ pushed by the link ──▶ outcome
-                                            └── while the part before is being sent
+    push ── split into parts ──▶ copied into buffers, two at a time ──▶ pushed by the link ──▶ outcome
+                                            └── while the parts before are being sent
 
 Each sender has its own buffers, so a stalled peer does not delay the others. One thread starts
-the copies and checks the deadlines of parts that wait.
+the copies and checks the deadlines of parts that wait. The copier's threads push the parts that
+have been copied, in order.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import NamedTuple
 from weakref import WeakMethod
 
@@ -29,6 +30,8 @@ from headwater.disagg.protocol.push import (
 )
 
 _CLOSE_S = 10.0
+_MAX_COPYING = 2
+"""Parts that are copied from the device at once: it has the next one when it ends one."""
 
 Connect = Callable[[Deliver], Sender]
 """Makes a sender that pushes from the buffers."""
@@ -62,6 +65,16 @@ class _Part(NamedTuple):
     pieces: Sequence[BlockPiece]
 
 
+class _Load:
+    """A part that is copied into buffers."""
+
+    def __init__(self, part: _Part, buffers: list[int]) -> None:
+        self.part = part
+        self.buffers = buffers
+        self.is_there: bool | None = None
+        """Whether the copy succeeded; None until it has ended."""
+
+
 class StagedSender:
     """A `Sender` of device slots."""
 
@@ -81,7 +94,12 @@ class StagedSender:
         self._part_blocks = part_blocks
         self._changed = Condition()
         self._queue: deque[_Part] = deque()
-        self._is_copying = False
+        self._copying: deque[_Load] = deque()
+        """Parts that are being copied, or wait for the one before them to be pushed."""
+
+        self._in_order = Lock()
+        """Held while copied parts are pushed, so that no part overtakes another one."""
+
         self._travelling: dict[int, tuple[_Part, list[int]]] = {}
         """Parts that the link is pushing, with their buffers, by the link's job."""
 
@@ -141,25 +159,25 @@ class StagedSender:
             yield pieces[start : start + self._part_blocks]
 
     def _run(self) -> None:
-        while (begun := self._next()) is not None:
-            part, buffers = begun
-            slots = [piece.slot for piece in part.pieces]
-            self._buffers.load(slots, buffers, partial(self._loaded, part, buffers))
+        while (load := self._next()) is not None:
+            slots = [piece.slot for piece in load.part.pieces]
+            self._buffers.load(slots, load.buffers, partial(self._loaded, load))
 
-    def _next(self) -> tuple[_Part, list[int]] | None:
-        """The next part and its buffers; waits for them and checks deadlines. None after
-        `close`."""
+    def _next(self) -> _Load | None:
+        """The next part to copy, with its buffers; waits for them and checks deadlines. None
+        after `close`."""
         while True:
             self._expire()
             with self._changed:
                 if self._closed:
                     return None
-                if self._queue and not self._is_copying:
+                if self._queue and len(self._copying) < _MAX_COPYING:
                     buffers = self._buffers.take(len(self._queue[0].pieces))
                     if buffers is not None:
                         part = self._queue.popleft()
-                        part.pending.has_begun = self._is_copying = True
-                        return part, buffers
+                        part.pending.has_begun = True
+                        self._copying.append(_Load(part, buffers))
+                        return self._copying[-1]
                 self._changed.wait(self._wait_s())
 
     def _wait_s(self) -> float | None:
@@ -179,36 +197,54 @@ class StagedSender:
             if pending.deadline_s <= now:
                 self._settle(pending, PushFailure.TIMEOUT)
 
-    def _loaded(self, part: _Part, buffers: list[int], is_there: bool) -> None:
+    def _loaded(self, load: _Load, is_there: bool) -> None:
         """The copy has ended: the device slots are not read any more."""
         with self._changed:
-            failure = self._obstacle(part.pending, is_there)
+            load.is_there = is_there
+        failed = []
+        with self._in_order:
+            while (first := self._first_loaded()) is not None:
+                failure = self._push_loaded(first)
+                if failure is not None:
+                    failed.append((first, failure))
+                with self._changed:
+                    self._copying.popleft()
+                    self._changed.notify_all()
+        for ended, failure in failed:
+            self._end(ended.part, ended.buffers, failure)
+
+    def _first_loaded(self) -> _Load | None:
+        """The oldest part, if its copy has ended."""
+        with self._changed:
+            first = self._copying[0] if self._copying else None
+            return None if first is None or first.is_there is None else first
+
+    def _push_loaded(self, load: _Load) -> PushFailure | None:
+        """Push a copied part; returns the reason if it is not pushed."""
+        with self._changed:
+            failure = self._obstacle(load)
             job = next(self._jobs)
             if failure is None:
-                self._travelling[job] = part, buffers
+                self._travelling[job] = load.part, load.buffers
         if failure is None:
             # After the part is in the table: its outcome may come from another thread at once.
-            push = _from_buffers(job, part, buffers)
+            push = _from_buffers(job, load.part, load.buffers)
             self._sender.push(push)
             # The lease may have been extended after the push was created and before it was
             # started.
-            self._sender.extend(push.lease, part.pending.deadline_s)
-        else:
-            self._end(part, buffers, failure)
-        with self._changed:
-            # Only now, so that no part overtakes the one before it.
-            self._is_copying = False
-            self._changed.notify_all()
+            self._sender.extend(push.lease, load.part.pending.deadline_s)
+        return failure
 
-    def _obstacle(self, pending: _PendingPush, is_there: bool) -> PushFailure | None:
+    def _obstacle(self, load: _Load) -> PushFailure | None:
         """Why a copied part is not pushed; None if it is."""
+        pending = load.part.pending
         if pending.failure is not None:
             return pending.failure
         if self._closed:
             return PushFailure.CLOSED
         if self._clock.now() >= pending.deadline_s:
             return PushFailure.TIMEOUT
-        return None if is_there else PushFailure.LOST
+        return None if load.is_there else PushFailure.LOST
 
     def _take(self, event: LinkEvent) -> None:
         """Process an outcome of the link for a part."""
