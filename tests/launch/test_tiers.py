@@ -7,6 +7,7 @@ import pytest
 from headwater.config import EngineConfig
 from headwater.device.budget import free_main_bytes
 from headwater.errors import ConfigError
+from headwater.launch import tiers
 from headwater.launch.tiers import default_host_bytes, describe_tiers, host_blocks
 from headwater.transfer.layout import KVLayout
 
@@ -33,6 +34,17 @@ def test_a_host_tier_above_the_free_memory_is_refused():
     with pytest.raises(ConfigError, match="is too small for one block"):
         host_blocks(EngineConfig(swap_space_gib=1e-6), LAYOUT)
     assert host_blocks(EngineConfig(), LAYOUT) == 0
+
+
+def test_memory_that_another_engine_has_chosen_is_not_free(monkeypatch: pytest.MonkeyPatch):
+    """P and D on one GPU start together: the second one takes half of the rest. Half of the same
+    free memory for each would be all of it, and the system would kill an engine."""
+    monkeypatch.setattr(tiers, "free_main_bytes", lambda: 120 * GIB)
+    config = EngineConfig(device="cuda")
+    first = host_blocks(config, LAYOUT) * LAYOUT.block_bytes
+    second = host_blocks(config, LAYOUT, claimed_bytes=first) * LAYOUT.block_bytes
+
+    assert (first, second) == (60 * GIB, 30 * GIB)
 
 
 @pytest.mark.parametrize(

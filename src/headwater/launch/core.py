@@ -22,6 +22,7 @@ from headwater.launch.events import open_events
 from headwater.launch.host_memory import HostMemory
 from headwater.launch.kept_host import HostRecorder, KeptHost
 from headwater.launch.limits import StepLimits, choose_limits
+from headwater.launch.memory_claims import Claim, open_claims
 from headwater.launch.peers import open_peers, shares_blocks
 from headwater.launch.ranks import RankLauncher, check_ranks
 from headwater.launch.reload import Parts, Reloader
@@ -32,6 +33,7 @@ from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.pacing import ADAPTIVE_ITL, ItlTarget
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.layout import KVLayout
+from headwater.transfer.slab import slot_bytes
 from headwater.types import WritePolicy
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ def _build(
         max_num_seqs=limits.max_num_seqs,
     )
     layout = model.whole_layout(config.block_tokens)
-    num_host_blocks = _num_kept(config, model, layout, kept) or host_blocks(config, layout)
+    num_host_blocks, claim = _choose_host_tier(config, model, layout, kept)
     kept = kept if num_host_blocks else None
     cache = _cache(config, model, layout, num_blocks, num_host_blocks, is_kept=kept is not None)
     scheduler = _scheduler(config, limits, model, cache)
@@ -144,6 +146,8 @@ def _build(
         recorder = HostRecorder(cache, directory, clock)
         mover.before_start, core.record_host = recorder.before_copies, recorder.record
     core.count_compilations = prepare_device(own, mover.copier)
+    if claim is not None:
+        claim.withdraw()  # the memory is pinned
     if ranks is not None:
         ranks.ranks.on_lost(core.fail)
     info = open_peers(config, core, scheduler, memory, info, clock)
@@ -155,6 +159,21 @@ def _build(
         parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)
         core.allow_reload(Reloader(config, parts, info, clock).reload)
     return core, info
+
+
+def _choose_host_tier(
+    config: EngineConfig, model: "LoadedModel", layout: KVLayout, kept: KeptHost | None
+) -> tuple[int, Claim | None]:
+    """Number of host blocks, and the claim on their memory until it is pinned. On a CPU memory is
+    allocated when it is used, so there is no claim."""
+    if model.device.type == "cpu":
+        return _num_kept(config, model, layout, kept) or host_blocks(config, layout), None
+    with open_claims() as claims:
+        claimed = 0 if claims is None else claims.num_bytes
+        num_blocks = _num_kept(config, model, layout, kept)
+        num_blocks = num_blocks or host_blocks(config, layout, claimed_bytes=claimed)
+        num_bytes = num_blocks * slot_bytes(layout.block_bytes)
+        return num_blocks, None if claims is None else claims.add(num_bytes)
 
 
 def _num_kept(

@@ -46,14 +46,17 @@ _LOADED = {
 }
 
 
-def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
-    """Number of host blocks; 0 without a host tier. Raises ConfigError when it does not fit."""
+def host_blocks(config: EngineConfig, layout: KVLayout, *, claimed_bytes: int = 0) -> int:
+    """Number of host blocks; 0 without a host tier. Raises ConfigError when it does not fit.
+
+    `claimed_bytes` of the free memory belong to other engines that are starting.
+    """
     if not config.may_have_host_tier:
         return 0
     # Imported here: torch is already imported when a layout exists.
     from headwater.device.memory import num_machine_gpus
 
-    free = free_main_bytes()
+    free = max(free_main_bytes() - claimed_bytes, 0)
     if config.swap_space_gib is None:
         size = default_host_bytes(config, free_bytes=free, num_gpus=num_machine_gpus())
         return size // slot_bytes(layout.block_bytes)
@@ -76,9 +79,9 @@ def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) 
     """Size of the host tier without `--swap-space`, in whole GiB; 0 means no host tier.
 
     On GPUs it is half of the free main memory, divided by the GPUs of the machine and times those
-    that this engine uses, at most 64 GiB for each: engines on all of them may start at the same time
-    and see the same free memory. `free_bytes` is already
-    within the limit of the control group. On a CPU it only buffers what storage reads and writes.
+    that this engine uses, at most 64 GiB for each, so that engines on all of them get the same size.
+    `free_bytes` is already within the limit of the control group. On a CPU it only buffers what storage
+    reads and writes.
     """
     if config.device == "cpu":
         size = min(free_bytes // 4, _MAX_CPU_BYTES)

@@ -1,0 +1,104 @@
+"""Main memory that starting engines of this machine have chosen for their host tiers.
+
+A host tier on a GPU is a share of the free memory, and all of it is allocated at start. Engines that
+start together would all see the same memory as free and together take more than there is. The
+system would then kill one of them. So each engine writes down what it has chosen, until its memory
+is allocated and no longer free:
+
+    lock the folder ── free − claims of others ──▶ size ── claim ── unlock ── allocate ── withdraw
+
+The owner of a claim keeps its file locked. The kernel releases the lock when the owner dies, and the
+next reader removes the file. Engines of other users or with another temporary folder are not seen.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_LOCK = "lock"
+_FLAGS = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Claim:
+    """Memory that this engine will allocate. It ends with this object or the process at the latest."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        file = os.open(path, _FLAGS | os.O_EXCL, 0o600)
+        self._end = weakref.finalize(self, _end, path, file)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.write(file, b"%d" % num_bytes)
+
+    def withdraw(self) -> None:
+        """The memory is allocated, or will not be. Calling it twice is safe."""
+        self._end()
+
+
+class Claims:
+    """The claims of a folder, while no other engine chooses."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_bytes = sum(
+            _living_bytes(path) for path in folder.iterdir() if path.name != _LOCK
+        )
+        """Bytes that other engines have chosen and not allocated yet."""
+
+    def add(self, num_bytes: int) -> Claim:
+        """Claim memory for this engine."""
+        return Claim(self._folder / secrets.token_hex(8), num_bytes)
+
+
+@contextmanager
+def open_claims(folder: Path | None = None) -> Iterator[Claims | None]:
+    """The claims of this machine; other engines wait until the block ends. None if the folder
+    cannot be used."""
+    try:
+        folder = folder or _default_folder()
+        lock = os.open(folder / _LOCK, _FLAGS, 0o600)
+    except OSError as error:
+        log.warning("engines that start together may choose the same memory: reason=%s", error)
+        yield None
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Claims(folder)
+    finally:
+        os.close(lock)
+
+
+def _end(path: Path, file: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(file)
+
+
+def _living_bytes(path: Path) -> int:
+    """Bytes of a claim; 0 if its owner is dead, and then it is removed."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:  # withdrawn meanwhile
+        return 0
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.read(file, 32) or 0)
+    else:
+        path.unlink(missing_ok=True)
+        return 0
+    finally:
+        os.close(file)
+
+
+def _default_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"headwater-memory-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to another user")
+    return folder
