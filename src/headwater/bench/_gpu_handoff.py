@@ -11,11 +11,9 @@ computed by the decode instance alone, whose prefill takes as long as that of it
 import json
 import os
 import secrets
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -25,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater.bench._gpu_ceilings import time_ms
 from headwater.bench._gpu_decode import blocks_for, serve_batch
-from headwater.bench._gpu_engine import BLOCK_TOKENS, DEVICE, GpuEngine
+from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine
+from headwater.bench._gpu_handoff_ceilings import measure_copies, measure_loopback
+from headwater.bench._gpu_handoff_process import Far, far_process
 from headwater.config import EngineConfig, PeersConfig
 from headwater.device.gpu.peer_blocks import CudaBlocks
 from headwater.device.model import LoadedModel
@@ -68,12 +67,12 @@ def measure_handoff(
     os.environ["HEADWATER_PEER_TOKEN"] = secrets.token_hex(16)
     found["links"], found["first"] = {}, {}
     with (
-        _far(["prefill", shape]) as prefill,
-        _far(["sender", json.dumps(_pool_shape(model))]) as far,
+        far_process(["prefill", shape]) as prefill,
+        far_process(["sender", json.dumps(_pool_shape(model))]) as far,
     ):
         for process in (prefill, far):  # they start at the same time, before anything is timed
             process.listen()
-        found["ceilings"] = ceilings = _measure_ceilings()
+        found["ceilings"] = ceilings = measure_copies() | measure_loopback(far)
         torch.cuda.empty_cache()
         engine = GpuEngine(
             model,
@@ -126,23 +125,6 @@ def handoff_engine(model: LoadedModel) -> GpuEngine:
     )
 
 
-def _measure_ceilings() -> dict[str, float]:
-    """GB/s of one copy of a prompt's KV: within the device, and from and to pinned memory."""
-    num_bytes, host_bytes = 4 << 30, 1 << 30
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
-    target = torch.zeros_like(source)
-    host = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
-    part = source[:host_bytes]
-    inside_ms = time_ms(lambda: target.copy_(source), 9)
-    up_ms = time_ms(lambda: part.copy_(host, non_blocking=True))
-    down_ms = time_ms(lambda: host.copy_(part, non_blocking=True))
-    return {
-        "device_copy_gb_s": num_bytes / inside_ms / 1e6,
-        "host_to_device_gb_s": host_bytes / up_ms / 1e6,
-        "device_to_host_gb_s": host_bytes / down_ms / 1e6,
-    }
-
-
 class _Target:
     """Slots of an engine's pool that another process pushes to."""
 
@@ -184,7 +166,7 @@ class _Target:
 
 
 def _measure_link(
-    target: _Target, far: "_Far", link: str, ceilings: dict[str, float], *, is_quick: bool
+    target: _Target, far: Far, link: str, ceilings: dict[str, float], *, is_quick: bool
 ) -> dict[str, Any]:
     """The rate of a prompt's KV, alone; and decode steps while blocks arrive."""
     receiver = target.links.listen(link)
@@ -221,7 +203,7 @@ def _measure_link(
 def _decode_beside(
     target: _Target,
     receiver: Any,  # noqa: ANN401 -- a Receiver
-    far: "_Far",
+    far: Far,
     pace: tuple[int, float],
     *,
     is_quick: bool,
@@ -253,9 +235,7 @@ def _decode_beside(
     return found
 
 
-def _measure_first(
-    model: LoadedModel, far: "_Far", link: str, *, rounds: int
-) -> dict[str, Any]:
+def _measure_first(model: LoadedModel, far: Far, link: str, *, rounds: int) -> dict[str, Any]:
     """Seconds to the first token by hand-off, and by this instance alone."""
     far.tell({"link": link})
     engine = handoff_engine(model)
@@ -301,47 +281,6 @@ def _first_s(engine: GpuEngine, seed: int, prefill: str) -> float:
                 if not output.tokens and not first_s:
                     raise EngineDead(f"no token came: {output.finish_reason}")
                 return first_s
-
-
-class _Far:
-    """The other process; it reads and writes one JSON object per line."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-
-    def tell(self, what: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-
-    def ask(self, what: dict[str, Any]) -> dict[str, Any]:
-        self.tell(what)
-        return self.listen()
-
-    def listen(self) -> dict[str, Any]:
-        """The next thing that it says."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                told: dict[str, Any] = json.loads(line)
-                return told
-        raise EngineDead("the other process of the benchmark ended")
-
-
-@contextmanager
-def _far(words: list[str]) -> Iterator[_Far]:
-    command = [sys.executable, "-m", "headwater.bench._gpu_handoff_far", *words]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield _Far(process)
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-            process.wait(_TIMEOUT_S)
-        finally:
-            process.kill()
 
 
 def _pool_shape(model: LoadedModel) -> dict[str, int]:

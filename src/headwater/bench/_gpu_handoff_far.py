@@ -15,6 +15,7 @@ import torch
 
 from headwater.bench._gpu_engine import BLOCK_TOKENS, DEVICE, GpuEngine, make_model
 from headwater.bench._gpu_handoff import CONFIG, handoff_engine, join_peers
+from headwater.bench._gpu_handoff_ceilings import send_loopback
 from headwater.clock import SystemClock
 from headwater.device.gpu.peer_blocks import CudaBlocks
 from headwater.device.kv import KVPool
@@ -73,6 +74,9 @@ class _BareSender:
             self.close()
             self._sender = self._links.connect(asked["address"])
             return {"connected": True}
+        if "port" in asked:
+            send_loopback(asked["port"], asked["count"])
+            return {"sent": True}
         if "leases" in asked:
             self._stopped.clear()
             self._pushing = Thread(target=self._push_at_pace, args=(asked,))
