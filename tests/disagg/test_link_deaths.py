@@ -91,10 +91,10 @@ def test_a_sender_killed_in_the_middle_leaves_an_exact_byte_count(link, start):
 def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
     """They fail long before their deadlines (lesson 53)."""
     log, clock = EventLog(), SystemClock()
+    given = engine("sender") if link == "mooncake" else None
     receiver = start("receive", link)
     address = line_of(receiver, link)
     source = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES, seed=far.SEED)
-    given = engine("sender") if link == "mooncake" else None
     sender = Links(far.CONFIG, source, log, engine=given).connect(address)
     push_all(sender, range(5))
     first = log.outcome(0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live import LiveServer
+from tests.e2e.test_disagg import TOKEN, complete, ids
 
 
 def _rank_pids(server: LiveServer) -> list[int]:
@@ -52,3 +53,24 @@ def test_clients_get_an_error_for_a_lost_rank_and_the_engine_restarts_with_its_h
     log = "".join(server.errors)
     assert "host tier adopted" in log
     assert "terminate called" not in log
+
+
+@pytest.mark.nightly
+def test_two_ranks_prefill_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode instance gives the tokens of one rank that does everything, in two turns of a
+    conversation."""
+    monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
+    prefill = LiveServer("--splitwise-role", "prefill", "--tensor-parallel-size", "2")
+    decode = LiveServer("--splitwise-role", "decode", "--tensor-parallel-size", "4")
+    alone = LiveServer()
+    servers = [server.wait_ready() for server in (prefill, decode, alone)]
+    address = prefill.get("/server_info").json()["engine"]["peer_address"]
+    headers = {"x-headwater-prefill": address, "x-headwater-peer-token": TOKEN}
+    prompt = [(at * 37) % 251 for at in range(300)]
+    for _ in range(2):
+        handed_off = ids(complete(decode, prompt, headers))
+        assert handed_off == ids(complete(alone, prompt))
+        prompt = prompt + handed_off + prompt[:70]
+
+    for server in servers:
+        assert server.stop() == 0, server.errors

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.launch.rank_engines import (
     rank_pids,
     say,
 )
+from tests.storage.conftest import RedisServer
 from tests.waiting import until
 
 
@@ -39,6 +41,24 @@ def test_four_ranks_share_two_kv_heads_and_a_store(
         assert on_host["host"] == 64 + 32
     finally:
         engine.core.close()
+
+
+@pytest.mark.nightly
+def test_ranks_read_from_redis_what_one_rank_stored(open_engine: Open, tmp_path: Path) -> None:
+    """Blocks are complete in every storage backend."""
+    server = RedisServer(tmp_path)
+    store = {"storage_backend": "redis", "storage_config": {"url": server.url}}
+    tokens, found = [], []
+    for size in (1, 2):
+        engine = open_engine(tensor_parallel_size=size, **store)
+        said = say(engine, make_prompts(1, 61, 45))
+        engine.core.close()
+        tokens.append(said[0])
+        found.append(said[1])
+    server.stop()
+
+    assert tokens[0] == tokens[1]
+    assert [each.get("storage", 0) for each in found] == [0, 56 + 40]
 
 
 @pytest.mark.nightly
