@@ -27,6 +27,7 @@ from headwater.bench._gpu_decode import blocks_for, serve_batch
 from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine
 from headwater.bench._gpu_handoff_ceilings import measure_copies, measure_loopback
 from headwater.bench._gpu_handoff_process import Far, far_process
+from headwater.clock import SystemClock
 from headwater.config import EngineConfig, PeersConfig
 from headwater.device.gpu.peer_blocks import CudaBlocks
 from headwater.device.model import LoadedModel
@@ -42,11 +43,12 @@ from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
 
 LINKS = ("cuda", "shm", "tcp")
-_ROUNDS = {"cuda": 4, "shm": 2, "tcp": 2}
-"""Prompts of each kind for `first`; each takes more than a second on both sides."""
+_PUSHED_BLOCKS = {"cuda": 512, "shm": 512, "tcp": 128}
+"""Blocks of a push; fewer on a link that is a hundred times slower."""
 
 CONFIG = LinkConfig(token=b"bench links", connect_timeout_s=10.0)
 PROMPT_TOKENS = 32_768
+_WARM_TOKENS = 8192
 _NUM_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 _CHUNK_BLOCKS = 8192 // BLOCK_TOKENS
 _PREFILL_TOKENS_S = 25_000
@@ -54,25 +56,20 @@ _PREFILL_TOKENS_S = 25_000
 
 _BATCH = 32
 _TIMEOUT_S = 60.0
-_MAX_LINK_S = 3.0
-"""A slow link is measured less often: for so long, and at least `_MIN_ROUNDS` times."""
-
-_MIN_ROUNDS = 4
 
 
 def measure_handoff(
-    model: LoadedModel, shape: str, found: dict[str, Any], *, is_quick: bool
+    make_model: Callable[[], LoadedModel], shape: str, found: dict[str, Any], *, is_quick: bool
 ) -> None:
     """Put the figures of each link into `found`; a link that fails does not stop the others."""
     os.environ["HEADWATER_PEER_TOKEN"] = secrets.token_hex(16)
     found["links"], found["first"] = {}, {}
-    with (
-        far_process(["prefill", shape]) as prefill,
-        far_process(["sender", json.dumps(_pool_shape(model))]) as far,
-    ):
-        for process in (prefill, far):  # they start at the same time, before anything is timed
-            process.listen()
-        found["ceilings"] = ceilings = measure_copies() | measure_loopback(far)
+    # The processes start at the same time, and before anything is timed.
+    with far_process("prefill", shape) as prefill, far_process("sender") as sender:
+        model = make_model()
+        sender.ask(_pool_shape(model))
+        prefill.listen()
+        found["ceilings"] = ceilings = measure_copies() | measure_loopback(sender)
         torch.cuda.empty_cache()
         engine = GpuEngine(
             model,
@@ -84,13 +81,14 @@ def measure_handoff(
         target = _Target(engine)
         for link in LINKS:
             found["links"][link] = _attempt(
-                partial(_measure_link, target, far, link, ceilings, is_quick=is_quick)
+                f"links {link}",
+                partial(_measure_link, target, sender, link, ceilings, is_quick=is_quick),
+            )
+            found["first"][link] = _attempt(
+                f"first {link}",
+                partial(_measure_first, model, prefill, link, rounds=1 if is_quick else 2),
             )
         engine.close()
-        for link, rounds in _ROUNDS.items():
-            found["first"][link] = _attempt(
-                partial(_measure_first, model, prefill, link, rounds=1 if is_quick else rounds)
-            )
 
 
 def join_peers(engine: GpuEngine, role: str, link: str) -> str:
@@ -172,13 +170,11 @@ def _measure_link(
     receiver = target.links.listen(link)
     try:
         far.ask({"address": receiver.address})
-        seconds: list[float] = []
-        for _ in range(2 + (5 if is_quick else 9)):
-            if len(seconds) > _MIN_ROUNDS and sum(seconds) > _MAX_LINK_S:
-                break
-            lease = target.expect(_NUM_BLOCKS)
+        seconds, num_blocks = [], _PUSHED_BLOCKS[link]
+        for _ in range(2 + (3 if is_quick or link == "tcp" else 15)):
+            lease = target.expect(num_blocks)
             receiver.open(lease, target.slots)
-            told = far.ask({"lease": lease, "num_blocks": _NUM_BLOCKS})
+            told = far.ask({"lease": lease, "num_blocks": num_blocks})
             assert told["outcome"] == "PushDone", told
             assert target.all_received.wait(_TIMEOUT_S), "blocks are missing"
             seconds.append(target.ended_s - told["began_s"])
@@ -186,15 +182,15 @@ def _measure_link(
             receiver.fence(lease)
             assert target.closed.wait(_TIMEOUT_S), "the lease was not closed"
         taken_s = median(seconds[2:])
-        gb_s = _NUM_BLOCKS * target.block_bytes / taken_s / 1e9
+        gb_s = num_blocks * target.block_bytes / taken_s / 1e9
         pinned = min(ceilings["host_to_device_gb_s"], ceilings["device_to_host_gb_s"])
         ceiling = ceilings["device_copy_gb_s"] if link == "cuda" else pinned
         found: dict[str, Any] = {"ms": taken_s * 1e3, "gb_s": gb_s, "share": gb_s / ceiling}
         found["best_ms"] = min(seconds[2:]) * 1e3
-        print(json.dumps({link: found}), file=sys.stderr, flush=True)
         period_s = _CHUNK_BLOCKS * BLOCK_TOKENS / _PREFILL_TOKENS_S
-        for name, pace in (("paced", (100, period_s)), ("unpaced", (4000, 0.0))):
-            found[name] = _decode_beside(target, receiver, far, pace, is_quick=is_quick)
+        for name, pace, rounds in (("paced", (100, period_s), 3), ("unpaced", (4000, 0.0), 1)):
+            rounds = 1 if is_quick else rounds
+            found[name] = _decode_beside(target, receiver, far, pace, rounds=rounds)
         return found
     finally:
         receiver.close()
@@ -206,11 +202,11 @@ def _decode_beside(
     far: Far,
     pace: tuple[int, float],
     *,
-    is_quick: bool,
+    rounds: int,
 ) -> dict[str, float]:
     """Decode steps without and with chunks of blocks, in turns. `pace` is the number of chunks
     and the seconds between two. Prompts are cached, so that nearly everything is decoding."""
-    engine, rounds = target.engine, 2 if is_quick else 4
+    engine = target.engine
     plain: list[float] = []
     beside: list[float] = []
     num_chunks = 0
@@ -242,32 +238,33 @@ def _measure_first(model: LoadedModel, far: Far, link: str, *, rounds: int) -> d
     try:
         address = far.listen()["peer_address"]
         join_peers(engine, "decode", link)
-        local, handed = [], []
-        for number in range(rounds + 1):
-            # Cold on both instances: each prompt is new.
-            local.append(_first_s(engine, 2 * number, ""))
-            handed.append(_first_s(engine, 2 * number + 1, address))
-        totals = engine.core.stats().handoffs["decode"]
-        pairs = list(zip(local[1:], handed[1:], strict=True))
+        for prefill in ("", address):  # a first step of each size, and the connection
+            _first_s(engine, _WARM_TOKENS, prefill)
+        # Cold on both instances: each prompt is new.
+        pairs = [
+            (_first_s(engine, PROMPT_TOKENS, ""), _first_s(engine, PROMPT_TOKENS, address))
+            for _ in range(rounds)
+        ]
         return {
-            "local_ms": median(local[1:]) * 1e3,
-            "handed_off_ms": median(handed[1:]) * 1e3,
+            "local_ms": median(local for local, _ in pairs) * 1e3,
+            "handed_off_ms": median(handed_off for _, handed_off in pairs) * 1e3,
             "added_ms": median(b - a for a, b in pairs) * 1e3,
             "each_added_ms": [round((b - a) * 1e3, 2) for a, b in pairs],
-            "handoffs": repr(totals),
+            "handoffs": repr(engine.core.stats().handoffs["decode"]),
         }
     finally:
         engine.close()
         far.ask({"stop": True})
 
 
-def _first_s(engine: GpuEngine, seed: int, prefill: str) -> float:
+def _first_s(engine: GpuEngine, num_tokens: int, prefill: str) -> float:
     """Seconds to the first of two tokens of a new prompt."""
-    name = RequestId(f"first-{seed}-{bool(prefill)}")
+    seed = secrets.randbits(32)
+    name = RequestId(f"first-{seed}")
     began_s = engine.clock.now()
     request = Request(
         request_id=name,
-        tokens=engine.prompt(PROMPT_TOKENS, seed=50_000 + seed),
+        tokens=engine.prompt(num_tokens, seed=seed),
         params=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
         arrival_s=began_s,
     )
@@ -292,12 +289,15 @@ def _pool_shape(model: LoadedModel) -> dict[str, int]:
     }
 
 
-def _attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The figures, which are also printed at once; or the error as a sentence."""
+    clock = SystemClock()
+    began_s = clock.now()
     try:
         found = measure()
     except Exception as error:  # noqa: BLE001 -- told, and the other links are measured
         traceback.print_exc()
         found = {"failed": repr(error)}
-    print(json.dumps(found), file=sys.stderr, flush=True)
+    seconds = clock.now() - began_s
+    print(f"{name}: {seconds:.1f} s {json.dumps(found)}", file=sys.stderr, flush=True)
     return found

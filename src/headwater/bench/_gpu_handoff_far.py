@@ -1,9 +1,10 @@
 """The other process of `_gpu_handoff`: a sender with a pool and no model, or a prefill instance.
 
-    python -m headwater.bench._gpu_handoff_far sender '{"num_layers": …, "num_blocks": …}'
+    python -m headwater.bench._gpu_handoff_far sender
     python -m headwater.bench._gpu_handoff_far prefill 8b
 
-It reads commands from its input and answers each with a line of JSON. It ends with its input.
+It reads commands from its input and answers each with a line of JSON: first the shape of the
+sender's pool, `{"num_layers": …}`. It ends with its input.
 """
 
 import json
@@ -131,8 +132,8 @@ def _say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
-def _send(given: dict[str, int]) -> None:
-    sender = _BareSender(given)
+def _send() -> None:
+    sender = _BareSender(json.loads(sys.stdin.readline()))
     _say({"ready": True})
     for line in sys.stdin:
         told = sender.answer(json.loads(line))
@@ -179,6 +180,6 @@ def _serve(engine: GpuEngine, link: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "sender":
-        _send(json.loads(sys.argv[2]))
+        _send()
     else:
         _prefill(sys.argv[2])

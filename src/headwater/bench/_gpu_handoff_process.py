@@ -38,7 +38,8 @@ class Far:
 
 
 @contextmanager
-def far_process(words: list[str]) -> Iterator[Far]:
+def far_process(*words: str) -> Iterator[Far]:
+    """Start the other process with these words; it ends with the block."""
     command = [sys.executable, "-m", "headwater.bench._gpu_handoff_far", *words]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -153,7 +153,7 @@ class _Run:
         found: dict[str, Any] = {}
         self.result["handoff"] = found  # printed even if a link fails
         _gpu_handoff.measure_handoff(
-            self._model, self._options.model, found, is_quick=self._options.quick
+            lambda: self._model, self._options.model, found, is_quick=self._options.quick
         )
         return found
 

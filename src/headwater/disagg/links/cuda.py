@@ -49,10 +49,10 @@ _FRAME_SIZES = 64 << 20, 256 << 20
 """The first frame is small, so that the receiver begins early. A fence waits for at most two
 frames: 20 ms at 25 GB/s, the slowest bus between two GPUs."""
 
-_NEAR_SIZES = 64 << 20, 1 << 30
-"""The same for memory on one device, which copies more than 500 GB/s even while it computes. In
-the time in which a frame of 256 MiB is copied, the next one is just received. A fence waits for at
-most four frames."""
+_NEAR_SIZES = 256 << 20, 1 << 30
+"""The same for memory on one device, which copies more than 500 GB/s even while it computes. To
+receive the next frame takes about as long as to copy 256 MiB. A fence waits for at most four
+frames."""
 
 
 class CudaAcceptor:

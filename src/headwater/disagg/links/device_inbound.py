@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 
 _MAX_STARTED = 4
-_MAX_STARTED_FAR = 2
-"""Over the slowest bus between two GPUs, two frames take as long as a fence may wait."""
+_MAX_FAR_BYTES = 512 << 20
+"""Bytes of another device or of main memory that are being copied at most: over the slowest bus
+they take as long as a fence may wait."""
 
 
 class DeviceInbound:
@@ -31,7 +32,8 @@ class DeviceInbound:
         self._peer = peer
         self._validity = validity
         self.max_bytes = max_bytes
-        self.max_started = _MAX_STARTED if peer.is_near else _MAX_STARTED_FAR
+        num_far = max(_MAX_FAR_BYTES // max_bytes, 2)
+        self.max_started = _MAX_STARTED if peer.is_near else min(num_far, _MAX_STARTED)
         self._copies: deque[CopyInProgress | None] = deque()
         """The copy of each frame that was started and not finished; None if it copies nothing."""
 

@@ -24,8 +24,12 @@ from headwater.disagg.links.staging.sender import StagedSender
 from headwater.errors import ConfigError
 from headwater.transfer.slab import HostSlab
 
-_NUM_PARTS = 4
-"""Parts of each sender's buffers: two are copied from the device while two are sent."""
+_NUM_PARTS = 2
+"""Parts of each sender's buffers: one is copied while another one is sent."""
+
+_NUM_SHM_PARTS = 6
+"""The same for `shm`, where a part is sent as fast as it is copied: two are copied from the device
+and two to the other device, while two are reported."""
 
 
 class StagedLinks:
@@ -94,7 +98,7 @@ class StagedLinks:
             return self._mapping_links(deliver).connect(address)
         shared = link == "shm"
         slab = HostSlab(
-            _NUM_PARTS * self._frame_blocks,
+            (_NUM_SHM_PARTS if shared else _NUM_PARTS) * self._frame_blocks,
             self._block_bytes,
             shared=shared,
             for_ranks=self._for_ranks,
