@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import struct
-from threading import Thread
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -133,6 +133,34 @@ def test_the_next_frame_is_copied_before_the_last_one_is_answered(harness):
     assert peer.answer() == (0, None)
     assert peer.answer() == (1, None)
     peer.close()
+
+
+@pytest.mark.parametrize(("is_near", "num_started"), [(False, 2), (True, 4)])
+def test_so_many_frames_are_copied_at_once(harness, monkeypatch, is_near, num_started):
+    """A fence waits for them, so they are fewer where copies are slower (lesson 50)."""
+    monkeypatch.setattr(PeerArray, "is_near", is_near)
+    started, noted = [], Event()
+    start_copy = PeerArray.start_copy
+
+    def note(peer, sources, targets, sizes):
+        started.append(sources)
+        if len(started) == num_started:
+            noted.set()
+        return start_copy(peer, sources, targets, sizes)
+
+    monkeypatch.setattr(PeerArray, "start_copy", note)
+    harness.receiver.open(1, range(6))
+    hold_copies(harness)
+    sender = harness.sender()
+    for index in range(6):
+        sender.push(harness.push(index, 1, [index]))
+    assert noted.wait(10.0)
+    assert not Event().wait(0.1), "time in which further copies would be started"
+    num_held = len(started)
+    let_copies_end(harness)
+
+    assert num_held == num_started
+    assert [harness.done(index) for index in range(6)] == [BLOCK_BYTES] * 6
 
 
 def test_a_peer_that_stops_in_the_middle_of_a_frame_delays_no_answer(harness):
