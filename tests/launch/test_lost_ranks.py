@@ -51,10 +51,10 @@ def test_ranks_read_from_redis_what_one_rank_stored(open_engine: Open, tmp_path:
     tokens, found = [], []
     for size in (1, 2):
         engine = open_engine(tensor_parallel_size=size, **store)
-        said = say(engine, make_prompts(1, 61, 45))
+        answered, in_tiers = say(engine, make_prompts(1, 61, 45))
         engine.core.close()
-        tokens.append(said[0])
-        found.append(said[1])
+        tokens.append(answered)
+        found.append(in_tiers)
     server.stop()
 
     assert tokens[0] == tokens[1]
