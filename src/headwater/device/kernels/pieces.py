@@ -34,3 +34,16 @@ class DecodeWork:
 
     partial_lse: Tensor
     """`[work, heads]`, float32."""
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """What a kernel reads to find its piece, in the order of the kernels' parameters."""
+        return (
+            self.contexts,
+            self.tables,
+            self.table_start,
+            self.piece,
+            self.work_row,
+            self.work_start,
+            self.row_work,
+        )

@@ -360,12 +360,7 @@ def attend_chunks(
     _attend[(heads, tiles, work.num_parts)](
         query,
         pool,
-        work.contexts,
-        work.query_start,
-        work.tables,
-        work.table_start,
-        work.tile_row,
-        work.tile_start,
+        *work.lists,
         work.part_keys,
         work.partial,
         work.partial_lse,

@@ -274,12 +274,7 @@ def attend_parts(
     _attend[(programs,)](
         TensorDescriptor.from_tensor(query[:, : heads * dim], queries, layout),
         TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), page, layout),
-        work.contexts,
-        work.query_start,
-        work.tables,
-        work.table_start,
-        work.tile_row,
-        work.tile_start,
+        *work.lists,
         work.part_keys,
         work.partial,
         work.partial_lse,

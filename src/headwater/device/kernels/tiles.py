@@ -60,3 +60,15 @@ class ChunkWork:
 
     converted: "ChunkWork | None" = None
     """The same work over converted blocks; created by the first layer."""
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """What a kernel reads to find its tile, in the order of the kernels' parameters."""
+        return (
+            self.contexts,
+            self.query_start,
+            self.tables,
+            self.table_start,
+            self.tile_row,
+            self.tile_start,
+        )
