@@ -137,9 +137,9 @@ class DecodeGraphs:
         return self.logits[:num_rows]
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Logits of the sampled rows of a step outside the graphs, in the same memory. New memory
-        of hundreds of megabytes per step would make the allocator free other memory now and
-        then, which waits for the device."""
+        """Logits of the sampled rows of a step outside the graphs, in the memory of `logits`.
+        With new memory for each step, hundreds of megabytes, the allocator would sometimes free
+        other memory, and that waits for the device."""
         return self._decoder.logits(hidden, out=self.logits[: len(hidden)])
 
     def _add(self, name: str, size: int) -> None:

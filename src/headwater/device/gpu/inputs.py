@@ -112,7 +112,8 @@ class PackedStep:
     logits_at: Tensor
     attention: PagedAttention
     expanded: int | None = None
-    """The first token of a prompt whose latents are expanded, up to the last token."""
+    """The first token of a prompt that reaches to the end of the batch and whose latents are
+    expanded; None without one."""
 
 
 def pack(

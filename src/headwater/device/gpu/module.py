@@ -24,7 +24,7 @@ class ModuleDecoder:
         self.heads = own_heads(module)
 
     def min_torch_tokens(self, _pool: Tensor) -> None:
-        """As in the fused decoder: torch attends no prompt of these models."""
+        """See `FusedDecoder`. None, because torch attends no prompt of these models."""
 
     def logits(self, step: PackedStep, chosen: Tensor) -> Tensor:
         """Logits of the sampled rows."""

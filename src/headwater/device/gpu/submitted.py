@@ -19,7 +19,7 @@ from headwater.types import Tokens
 
 
 def record_begin() -> torch.cuda.Event:
-    """An event when the device begins what is queued next."""
+    """An event that is recorded when the device begins what is queued next."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

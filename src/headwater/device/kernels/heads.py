@@ -18,7 +18,7 @@ _OUTPUTS = 32
 @triton.jit
 def _head_product(x, place, out, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, N: tl.constexpr,
                   K: tl.constexpr, BY_INPUT: tl.constexpr, BY_OUTPUT: tl.constexpr):  # fmt: skip
-    """One program's outputs of one head of a row."""
+    """Compute one program's outputs of one head of a row."""
     number = tl.program_id(1) * N + tl.arange(0, N)
     at = tl.arange(0, K)
     inside = (number < OUTPUTS)[:, None] & (at < INPUTS)[None, :]

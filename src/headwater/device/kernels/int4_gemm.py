@@ -40,7 +40,7 @@ _MANY_ROWS = 64
 """With more rows than this, one iteration less is read ahead: their tiles are large."""
 
 _WIDE, _NARROW = 128, 64
-"""Rows of the weight in a tile; their number must be a multiple of the larger."""
+"""Rows of the weight in a wide and in a narrow tile. The weight must have whole wide tiles."""
 
 _MAX_SPLIT = 8
 
@@ -158,8 +158,9 @@ def fits(weight: Tensor, scales: Tensor, num_rows: int) -> bool:
 
 
 def _shape(lines: int, size: int, rows: int) -> _Shape:
-    """The fastest of about six on an H200. Few tiles are split, so that every processor has
-    work; with more rows, their sums take longer to write and add."""
+    """The fastest shape of about six on an H200. If there are few tiles, programs share them,
+    so that every processor has work; with more rows, fewer do, because their sums take longer
+    to write and add."""
     stages = 4 if rows <= _MANY_ROWS else 3
     if lines >= _MANY_LINES:
         return _Shape(_WIDE, 1, stages, 4 if rows <= _FEWEST_ROWS else 8)

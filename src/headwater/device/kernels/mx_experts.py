@@ -28,7 +28,7 @@ _PROGRAMS = 132
 """Programs of a pair: one per processor of an H200."""
 
 _NARROW_TILE = 16
-"""With larger tiles of rows, a tile has twice as many outputs."""
+"""Most rows of a tile with few outputs; a tile with more rows has twice as many outputs."""
 
 
 @triton.jit
@@ -78,7 +78,8 @@ def _pair_gate_up(x, weight, scales, bias, norm_weight, ids, out, epsilon, alpha
                   EACH: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
                   NORMED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,
                   STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """`EACH` lines of gate and up for one pair, `N` at a time, as in `quantized_gemv`."""
+    """Compute `EACH` lines of gate and up for one pair, `N` at a time, as in
+    `quantized_gemv`."""
     start_early(EARLY)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)

@@ -171,9 +171,9 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
             first = item.first + WHICH * GROUP_QUERIES
             at = first + gl.arange(0, GROUP_QUERIES, layout=gl.SliceLayout(1, by_key))
             tiles = gl.cdiv(item.end, TILE_KEYS)
-            plain = gl.maximum(
-                (first + 1) // TILE_KEYS, 1
-            )  # before it every query sees every key
+            # The first tile of keys is masked in any case. The next ones, up to this one, need no
+            # mask: every query sees all their keys.
+            plain = gl.maximum((first + 1) // TILE_KEYS, 1)
             mbarrier.wait(q.ready.index(WHICH), turn & 1)
             query = q.buffers.index(WHICH).load(of_query)
             fence_async_shared()

@@ -91,8 +91,8 @@ def _take(turn, lists, HEADS: gl.constexpr):
     size = gl.load(lists.part_keys + tile)
     begin = place % lists.parts * size
     end = begin + size
-    # The part of the first query's own key also has the keys after it. So every query sees the
-    # first key of every part.
+    # The part with the first query's own key also gets the keys of the later queries. So every
+    # query sees the first key of every part, and no part is empty for a query.
     if end > first:
         end = gl.minimum(context, first + GROUP_QUERIES)
     table = gl.load(lists.table_start + row)
@@ -119,7 +119,8 @@ def _load(queries, pool, q, k, v, lists, tables, block_rows, layer_row, HEADS: g
                     q.buffers.index(which),
                 )  # fmt: skip
             used += 1
-            # There is no page after the last one: it is loaded again, and is not seen.
+            # After the last page none follows: the last one is loaded again, and no query sees
+            # it there.
             last = (item.context - 1) // PAGE_KEYS * PAGE_KEYS
             column = item.head // (HEADS // KV_HEADS) * DIM
             # Slots are read one tile ahead.
@@ -154,7 +155,7 @@ def _leave_result(partial, partial_lse, item, result, level, HEADS: gl.constexpr
 @gluon.jit
 def _compute(partial, partial_lse, q, k, v, clean, lists, scale, HEADS: gl.constexpr,
              DIM: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """One of the two heads of each item."""
+    """Attend one of the two heads of each item."""
     dtype: gl.constexpr = q.buffers.dtype
     by_key: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_KEYS, 16]
@@ -176,7 +177,8 @@ def _compute(partial, partial_lse, q, k, v, clean, lists, scale, HEADS: gl.const
             at = item.first + gl.arange(0, GROUP_QUERIES, layout=gl.SliceLayout(1, by_key))
             first_tile = item.begin // TILE_KEYS
             tiles = gl.cdiv(item.end, TILE_KEYS)
-            # Before it every query sees every key.
+            # The first tile of keys is masked in any case. The next ones, up to this one, need no
+            # mask: every query sees all their keys.
             plain = gl.maximum((item.first + 1) // TILE_KEYS, first_tile + 1)
             plain = gl.minimum(plain, tiles)
             mbarrier.wait(q.ready.index(WHICH), used & 1)
