@@ -10,8 +10,8 @@ Slots are changed in arrays, never in a loop over slots.
 Every change names the state it expects. A slot that is in another state, or is named twice in
 one batch, breaks an invariant; that is detected here, before anything is changed.
 
-`headwater.native.slot_pool` has the operations in C, which take a fifth of the time. Where it
-was prepared, `make_slot_pool` makes a pool with them.
+`headwater.native.slot_pool` has the operations in C, which take a fifth of the time. A tier uses
+them if that module was prepared before.
 """
 
 from dataclasses import dataclass
@@ -310,7 +310,7 @@ class SlotPool:
         return self._ordinals.startswith(self._mark[slots].tobytes())
 
 
-def make_slot_pool(num_slots: int) -> SlotPool:
+def _make_slot_pool(num_slots: int) -> SlotPool:
     """A pool in native code if that was prepared, else one in Python."""
     native = slot_pool.pool_type()
     return SlotPool(num_slots) if native is None else native_class(native)(num_slots)
@@ -339,7 +339,7 @@ class TierPool:
 
     def __init__(self, tier: Tier, num_slots: int, order: EvictionPolicy) -> None:
         self.tier = tier
-        self.pool = make_slot_pool(num_slots)
+        self.pool = _make_slot_pool(num_slots)
         self.order = order
         self.evictable = 0
         """Blocks of the nodes in the order."""

@@ -47,12 +47,12 @@ class PrefixTree(NodeKeys):
         if root is None:
             if len(self.roots) >= self._prune_at:
                 self._prune_roots()
-            root = self.roots[namespace] = Node(None, b"", 0, self.new_uid())
+            root = self.roots[namespace] = Node(None, b"", 0, self._new_uid())
             root.keys = [self.scheme.root(namespace)]
             root.namespace = namespace
         return root
 
-    def new_uid(self) -> int:
+    def _new_uid(self) -> int:
         """A number that no other node has had."""
         self._next_uid += 1
         return self._next_uid
@@ -120,7 +120,7 @@ class PrefixTree(NodeKeys):
         `uid` is that of a node which was at the same place before.
         """
         block = parent.start + parent.num_blocks
-        node = Node(parent, first, block, uid or self.new_uid())
+        node = Node(parent, first, block, uid or self._new_uid())
         node.num_blocks = count
         if path.media is not None:
             node.media = shifted_media(path.media, block, count)
@@ -140,7 +140,7 @@ class PrefixTree(NodeKeys):
         first = tokens[: self.stride]
         if first in parent.children:
             raise InvariantError("a run that is in the tree already was added")
-        node = Node(parent, first, parent.end, self.new_uid())
+        node = Node(parent, first, parent.end, self._new_uid())
         node.num_blocks, node.tokens, node.keys = len(keys), tokens, keys
         parent.children[first] = node
         self.num_nodes += 1
@@ -193,7 +193,7 @@ class PrefixTree(NodeKeys):
         parent = node.parent
         if parent is None or parent.children.get(node.first) is not node:
             raise InvariantError("a node that is not in the tree cannot be split")
-        head = Node(parent, node.first, node.start, self.new_uid())
+        head = Node(parent, node.first, node.start, self._new_uid())
         parent.children[node.first] = head
         self._divide(head, node, at)
         node.parent = head

@@ -72,7 +72,7 @@ def _tiles(now: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Table
     cells: dict[str, tuple[str, str | Text]] = {
         "tokens/s": (
             f"{outputs[-1]:,.0f}" if outputs else _NONE,
-            Text(spark(outputs[-12:]), style="blue"),
+            Text(_spark(outputs[-12:]), style="blue"),
         ),
         "first token": _latency(last and last["minute_ttft"]),
         "between": _latency(last and last["minute_itl"]),
@@ -240,7 +240,7 @@ def _bar(full: float, faint: float, most: float, colour: str, *, width: int = 16
     )
 
 
-def spark(values: list[float]) -> str:
+def _spark(values: list[float]) -> str:
     """A line of small bars; the highest one is full."""
     most = max(values, default=0.0)
     if most <= 0:

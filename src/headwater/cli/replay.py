@@ -55,7 +55,7 @@ def add_replay(commands: "_SubParsersAction[ArgumentParser]") -> None:
     add_machine(parser.add_argument_group("machine"))
     _add_tiers(parser.add_argument_group("tiers and instances"))
     policies = parser.add_argument_group("policies")
-    add_policies(policies)
+    _add_policies(policies)
     add_slo(policies)
     _add_cache_only(parser.add_argument_group("the cache alone"))
     _add_output(parser.add_argument_group("output"))
@@ -85,7 +85,7 @@ def add_load(group: _ArgumentGroup) -> None:
     )
 
 
-def add_policies(group: _ArgumentGroup) -> None:
+def _add_policies(group: _ArgumentGroup) -> None:
     """Add the flags for policies."""
     group.add_argument(
         "--write-policy",

@@ -261,12 +261,12 @@ def _dry_run(spec: "ClusterSpec", options: Namespace) -> int:
         for at, (role, number) in enumerate(instance_names(spec))
     ]
     for process in (*routers, *instances):
-        check_process(process)
+        _check_process(process)
         sys.stdout.write(f"{process.name}: {shlex.join(('headwater', *process.arguments))}\n")
     return 0
 
 
-def check_process(process: "ProcessSpec") -> None:
+def _check_process(process: "ProcessSpec") -> None:
     """Raise ConfigError if a flag of `process` does not exist or has a wrong value."""
     import contextlib
     import io

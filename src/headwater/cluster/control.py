@@ -25,7 +25,7 @@ class ClusterFolder:
     """The folder in which a cluster keeps its socket, its token and its logs."""
 
     def __init__(self, name: str) -> None:
-        self.path = state_folder() / name
+        self.path = _state_folder() / name
 
     def make(self) -> None:
         """Create the folder, for this user only."""
@@ -45,7 +45,7 @@ class ClusterFolder:
         return self.path / "peer-token"
 
 
-def state_folder() -> Path:
+def _state_folder() -> Path:
     """`$HEADWATER_STATE`, or `headwater/clusters` in the state folder of this user."""
     if given := os.environ.get("HEADWATER_STATE"):
         return Path(given)
@@ -55,7 +55,7 @@ def state_folder() -> Path:
 
 def running_clusters() -> list[str]:
     """Names of the clusters of this user that run now."""
-    sockets = sorted(state_folder().glob("*/control"))
+    sockets = sorted(_state_folder().glob("*/control"))
     return [path.parent.name for path in sockets if is_answered(path)]
 
 

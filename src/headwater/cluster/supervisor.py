@@ -83,7 +83,7 @@ class ClusterSupervisor:
         self._queue.put(None)
 
     @property
-    def router_urls(self) -> list[str]:
+    def _router_urls(self) -> list[str]:
         return [m.url for m in self._members.values() if m.process.is_router and m.url]
 
     def run(self, on_ready: Callable[[Sequence[Member]], None]) -> None:
@@ -98,7 +98,7 @@ class ClusterSupervisor:
             self._run_until(self._all_ready)
             if not self._is_stopping:
                 count = len(instance_names(self._spec))
-                self._say(f"router ready at {self.router_urls[0]}; loading {count} instances")
+                self._say(f"router ready at {self._router_urls[0]}; loading {count} instances")
             for role, number in [] if self._is_stopping else instance_names(self._spec):
                 self._start(self._add_instance(role, number))
             self._run_until(self._all_ready)
@@ -144,7 +144,7 @@ class ClusterSupervisor:
         extra = tuple(self._extra_flags(self._num_added))
         self._num_added += 1
         process = instance_process(
-            self._spec, role, number, routers=self.router_urls, gpus=gpus, extra=extra
+            self._spec, role, number, routers=self._router_urls, gpus=gpus, extra=extra
         )
         member = self._add(process, gpus)
         member.extra = extra
@@ -338,7 +338,7 @@ class ClusterSupervisor:
                 spec,
                 role,
                 number,
-                routers=self.router_urls,
+                routers=self._router_urls,
                 gpus=member.gpus,
                 extra=member.extra,
             )

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headwater.native.folder import cache_folder, filled_whole
 
-SPECIALS = (
+_SPECIALS = (
     "<|begin|>",
     "<|end|>",
     "<|system|>",
@@ -27,7 +27,7 @@ SPECIALS = (
 )
 """Ids 256 and up; the ids below are the bytes themselves."""
 
-CHAT_TEMPLATE = (
+_CHAT_TEMPLATE = (
     "{% if tools %}<|system|>You may call these functions:\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Write a call as <tool_call>\n{"name": …, "arguments": …}\n</tool_call><|end|>{% endif %}'
@@ -58,11 +58,11 @@ class LlamaShape:
     heads: int = 8
     kv_heads: int = 4
     head_dim: int = 32
-    vocab: int = _BYTES + len(SPECIALS)
+    vocab: int = _BYTES + len(_SPECIALS)
     max_positions: int = 32768
 
 
-BENCH_SHAPE = LlamaShape(
+_BENCH_SHAPE = LlamaShape(
     layers=12, hidden=768, ffn=2048, heads=12, kv_heads=4, head_dim=64, vocab=32000
 )
 """About 100 million weights: what the benchmarks serve."""
@@ -75,7 +75,7 @@ def ensure() -> Path:
 
 def ensure_bench() -> Path:
     """The folder of the ~100 M model of the benchmarks; created on first use."""
-    return ensure_model("bench-100m", BENCH_SHAPE)
+    return ensure_model("bench-100m", _BENCH_SHAPE)
 
 
 def ensure_model(name: str, shape: LlamaShape, *, seed: int = 0) -> Path:
@@ -162,12 +162,12 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
     """Maps bytes to ids one to one. Ids after the special tokens are words that are only
     decoded."""
     vocab = {sign: byte for byte, sign in enumerate(_byte_signs())}
-    vocab |= {special: _BYTES + i for i, special in enumerate(SPECIALS)}
+    vocab |= {special: _BYTES + i for i, special in enumerate(_SPECIALS)}
     vocab |= {f"Ġw{number}": number for number in range(len(vocab), vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(s, special=True) for s in SPECIALS])
+    tokenizer.add_special_tokens([AddedToken(s, special=True) for s in _SPECIALS])
     return tokenizer
 
 
@@ -185,11 +185,11 @@ def _byte_signs() -> list[str]:
 def _tokenizer_config(shape: LlamaShape) -> dict[str, object]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIALS[0],
-        "eos_token": SPECIALS[1],
-        "pad_token": SPECIALS[6],
+        "bos_token": _SPECIALS[0],
+        "eos_token": _SPECIALS[1],
+        "pad_token": _SPECIALS[6],
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": shape.max_positions,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": _CHAT_TEMPLATE,
     }

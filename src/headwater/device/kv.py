@@ -42,7 +42,7 @@ class BlockPart(NamedTuple):
     heads, only one does."""
 
 
-def block_part(model: LoadedModel, block_tokens: int) -> BlockPart | None:
+def _block_part(model: LoadedModel, block_tokens: int) -> BlockPart | None:
     """The part of `model`'s rank; None if there is one rank."""
     share = model.share
     if share is None or share.size == 1:
@@ -80,7 +80,7 @@ class KVPool:
         """Their elements, `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`."""
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
-        self.part = block_part(model, block_tokens)
+        self.part = _block_part(model, block_tokens)
         """The part of a whole block that is here; None means all of it."""
         self.ops = host_ops(model.device, model.dtype)
         self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]

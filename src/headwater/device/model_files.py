@@ -18,7 +18,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 _INDEX = "model.safetensors.index.json"
 
-ELEMENT_BITS = {
+_ELEMENT_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
@@ -44,7 +44,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_elements * ELEMENT_BITS[self.kind] // 8
+        return self.num_elements * _ELEMENT_BITS[self.kind] // 8
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from headwater.device.quantization.schemes import BESIDE_SUFFIXES, MAIN_SUFFIXES
 from headwater.errors import ConfigError, ModelError
 from headwater.transfer.layout import KVLayout
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LAYERS = ("num_hidden_layers", "num_layers")
 _REQUIRED = ("num_attention_heads", "hidden_size", "vocab_size")
@@ -88,7 +88,7 @@ class ModelSurvey:
             block_tokens=block_tokens,
             planes=planes,
             dtype=f"{self.dtype}-fp8_e4m3" if self.has_fp8_kv else self.dtype,
-            element_bytes=1 if self.has_fp8_kv else DTYPE_BYTES[self.dtype],
+            element_bytes=1 if self.has_fp8_kv else _DTYPE_BYTES[self.dtype],
             scale_bytes=1 if self.has_fp8_kv else 0,
         )
 
@@ -101,11 +101,11 @@ class ModelSurvey:
             intermediate_size=intermediate_size(self.config),
             packed_size=(heads + 2 * layout.kv_heads) * layout.head_dim,
             vocab_size=int(self.config["vocab_size"]),
-            element_bytes=DTYPE_BYTES[self.dtype],
+            element_bytes=_DTYPE_BYTES[self.dtype],
         )
 
     def _served_bytes(self, tensor: StoredTensor) -> int:
-        width = DTYPE_BYTES[self.dtype]
+        width = _DTYPE_BYTES[self.dtype]
         # Quantised weights are counted as dequantised, as on a CPU.
         if self.quantization is not None and tensor.name.endswith(BESIDE_SUFFIXES):
             return 0
@@ -164,7 +164,7 @@ def _dtype(asked: str, config: Mapping[str, Any], tensors: Sequence[StoredTensor
         kinds = Counter(tensor.kind for tensor in tensors if tensor.kind in _STORED_DTYPES)
         most = kinds.most_common(1)[0][0] if kinds else "F32"
         asked = str(named or _STORED_DTYPES[most]).removeprefix("torch.")
-    if asked not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
+    if asked not in _DTYPE_BYTES:
+        known = ", ".join(_DTYPE_BYTES)
         raise ConfigError(f"unknown dtype '{asked}'; known: auto, {known}")
     return asked

@@ -17,10 +17,10 @@ from headwater.errors import ConfigError
 RECENT_S = 60.0
 """Work counts as recent for about this long; see `RecentWork`."""
 
-RECENT_WEIGHT = 0.02
+_RECENT_WEIGHT = 0.02
 """One token of recent work costs as much as this many prompt tokens."""
 
-CAP = 1.5
+_CAP = 1.5
 """An instance with more recent work than this many times the mean is not chosen …"""
 
 CAP_SLACK_TOKENS = 65_536
@@ -102,7 +102,7 @@ class CacheAware:
         def cost(candidate: Candidate) -> tuple[float, int]:
             uncached = prompt_tokens - candidate.cached_tokens
             work = uncached + candidate.outstanding_tokens
-            return work + RECENT_WEIGHT * candidate.recent_tokens, candidate.num_alive
+            return work + _RECENT_WEIGHT * candidate.recent_tokens, candidate.num_alive
 
         return min(timeout_check, key=cost)
 
@@ -155,4 +155,4 @@ class RecentWork:
 
 
 def _cap(mean: float) -> float:
-    return max(CAP * mean, mean + CAP_SLACK_TOKENS)
+    return max(_CAP * mean, mean + CAP_SLACK_TOKENS)

@@ -16,10 +16,10 @@ from headwater.errors import RequestError
 MAX_GRAMMAR_BYTES = 1 << 17
 """Longest grammar, including schemas."""
 
-MAX_SCHEMA_DEPTH = 64
+_MAX_SCHEMA_DEPTH = 64
 """Deepest nesting of a schema."""
 
-MAX_CHOICES = 1024
+_MAX_CHOICES = 1024
 
 _WHITESPACE = r"[ \n\r\t]{0,20}"
 """White space between the parts of JSON. Bounded, because some models would write white space
@@ -95,9 +95,9 @@ def check_schema_size(*parts: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> Non
         left -= len(value) if isinstance(value, str) else 1 + len(inner)
         if left < 0:
             raise _too_long(max_bytes)
-        if depth >= MAX_SCHEMA_DEPTH:
+        if depth >= _MAX_SCHEMA_DEPTH:
             raise RequestError(
-                f"the JSON schema has more than {MAX_SCHEMA_DEPTH} nested levels; simplify it"
+                f"the JSON schema has more than {_MAX_SCHEMA_DEPTH} nested levels; simplify it"
             )
         todo += [(entry, depth + 1) for entry in inner]
 
@@ -143,9 +143,9 @@ def _too_long(max_bytes: int) -> RequestError:
 def _alternatives(choice: Sequence[str]) -> str:
     if isinstance(choice, str) or not all(isinstance(text, str) for text in choice):
         raise RequestError(f"choice must be a list of texts, got {choice!r:.100}")
-    if not 1 <= len(choice) <= MAX_CHOICES or not all(choice):
+    if not 1 <= len(choice) <= _MAX_CHOICES or not all(choice):
         raise RequestError(
-            f"choice must have 1 to {MAX_CHOICES} texts and none may be empty, got {len(choice)} "
+            f"choice must have 1 to {_MAX_CHOICES} texts and none may be empty, got {len(choice)} "
             f"texts, {sum(not text for text in choice)} of them empty"
         )
     return " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)

@@ -39,7 +39,7 @@ from headwater.types import WritePolicy
 if TYPE_CHECKING:
     from headwater.device.model import LoadedModel
 
-BUILT_IN_NAME = "headwater-tiny"
+_BUILT_IN_NAME = "headwater-tiny"
 
 
 def build_core(
@@ -193,7 +193,7 @@ def _num_kept(
 def _model_name(config: EngineConfig) -> str:
     if config.model_name is not None:
         return config.model_name
-    return Path(config.model).resolve().name if config.model else BUILT_IN_NAME
+    return Path(config.model).resolve().name if config.model else _BUILT_IN_NAME
 
 
 def _describe_device(config: EngineConfig, model: "LoadedModel") -> str:

@@ -58,10 +58,10 @@ def save_weights(weights: Weights, path: Path) -> None:
 def save_learned(weights: Weights, path: Path, *, before: Weights | None, trace: Path) -> None:
     """Write the weights learned from `trace`, starting from `before`."""
     seen = () if before is None else before.learned_from
-    save_weights(replace(weights, learned_from=(*seen, trace_digest(trace))), path)
+    save_weights(replace(weights, learned_from=(*seen, _trace_digest(trace))), path)
 
 
-def trace_digest(path: Path) -> str:
+def _trace_digest(path: Path) -> str:
     """The name of the trace in `path` in a file of weights."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -70,7 +70,7 @@ def trace_digest(path: Path) -> str:
 def require_unseen(weights: Weights | None, trace: Path) -> None:
     """Raise ConfigError if `weights` were learned from `trace`: a result on it would prove
     nothing."""
-    if weights is not None and trace_digest(trace) in weights.learned_from:
+    if weights is not None and _trace_digest(trace) in weights.learned_from:
         raise ConfigError(
             f"these weights were learned from {trace}: a result on it would prove nothing; use another trace"
         )

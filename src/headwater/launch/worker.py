@@ -224,7 +224,7 @@ class Worker:
             self._service.router_health[found.url] = found
 
 
-async def run_worker() -> int:
+async def _run_worker() -> int:
     """The main function of a worker; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the supervisor decides when to stop
@@ -249,7 +249,7 @@ async def run_worker() -> int:
 def main() -> int:
     """Run a worker; return the exit code."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_worker())
+        return runner.run(_run_worker())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from headwater.types import BlockKey, Tier
 
 Medium = Literal["GPU", "CPU", "STORAGE"]
 
-MEDIUM: dict[Tier, Medium] = {
+_MEDIUM: dict[Tier, Medium] = {
     Tier.DEVICE: "GPU",
     Tier.HOST: "CPU",
     Tier.STORAGE: "STORAGE",
@@ -178,11 +178,11 @@ def _event(change: CacheEvent, block_tokens: int) -> KvEvent:
                 token_ids=np.frombuffer(change.tokens, dtype="<i4").tolist(),
                 block_size=block_tokens,
                 lora_name=change.adapter or None,
-                medium=MEDIUM[change.tier],
+                medium=_MEDIUM[change.tier],
                 extra_keys=_extra_keys(change),
             )
         case BlocksRemoved():
-            return BlockRemoved(block_hashes=_hashes(change.keys), medium=MEDIUM[change.tier])
+            return BlockRemoved(block_hashes=_hashes(change.keys), medium=_MEDIUM[change.tier])
         case BlocksCleared():
             return AllBlocksCleared()
         case _:

@@ -47,7 +47,7 @@ class ServerRates:
         return 1 - self.by_source["computed"] / total if total > 0 else None
 
 
-def is_restart(before: Answer, now: Answer) -> bool:
+def _is_restart(before: Answer, now: Answer) -> bool:
     """Whether another server answered: its counters started again."""
     return bool(before["started_s"] != now["started_s"] or now["uptime_s"] < before["uptime_s"])
 
@@ -55,7 +55,7 @@ def is_restart(before: Answer, now: Answer) -> bool:
 def rates_between(before: Answer, now: Answer) -> ServerRates | None:
     """The rates between two answers; None if no time passed, or another server answered."""
     elapsed_s: float = now["uptime_s"] - before["uptime_s"]
-    if is_restart(before, now) or elapsed_s <= 0:
+    if _is_restart(before, now) or elapsed_s <= 0:
         return None
 
     def total(name: str) -> float:

@@ -20,7 +20,7 @@ from headwater.cache.storage_queue import MANY_USES, WriteLevel
 
 T = TypeVar("T")
 
-MAX_SEEN = 1 << 17
+_MAX_SEEN = 1 << 17
 """Number of keys whose uses are remembered."""
 
 
@@ -115,7 +115,7 @@ class _Use:
 class PrefixUses:
     """How often blocks were used lately, and which of them several prompts share."""
 
-    def __init__(self, max_keys: int = MAX_SEEN) -> None:
+    def __init__(self, max_keys: int = _MAX_SEEN) -> None:
         self._max_keys = max_keys
         self._uses: OrderedDict[Hashable, _Use] = OrderedDict()
         """The least recently used first."""

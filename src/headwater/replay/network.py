@@ -33,7 +33,7 @@ Post = Callable[[object], None]
 _CONNECTION = 1
 """Every connection has this number, because no simulated connection is ever replaced."""
 
-MESSAGE_S = 1e-4
+_MESSAGE_S = 1e-4
 """Delay of a message."""
 
 
@@ -80,7 +80,7 @@ class SimFabric:
         """Send a message. It arrives after a delay, after all messages sent before."""
         self._num_sent += 1
         envelope = PeerMessage(sender, message, _CONNECTION)
-        heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, envelope))
+        heappush(self._messages, (now + _MESSAGE_S, self._num_sent, to, envelope))
 
     def open(self, host: str, lease: int) -> None:
         """Accept blocks of a lease."""

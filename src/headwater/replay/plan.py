@@ -23,7 +23,7 @@ _TIB = 1024.0
 _MAX_POINTS = 512
 _POLICIES = ("eviction", "write_policy", "load_policy")
 
-NOT_MODELLED = (
+_NOT_MODELLED = (
     "prices of network and power, and the cost of a failed machine",
     "clients that wait for an answer before the next request: arrivals come from the trace",
     "growth of traffic: try --speed and --scale",
@@ -110,7 +110,7 @@ def make_plan(
         "token_hit_ceiling": max(point["token_hit_ceiling"] for point in points),
         "ttft_limits_s": {b.name: b.limit_s for b in bounds if b.metric == "ttft"},
         "prices": dict(prices.by_name),
-        "not_modelled": list(NOT_MODELLED),
+        "not_modelled": list(_NOT_MODELLED),
     }
 
 

@@ -7,7 +7,7 @@ from headwater.errors import ConfigError
 from headwater.replay.cost import GIB
 from headwater.replay.settings import SimConfig
 
-PRICED = ("instance", "device", "host", "storage")
+_PRICED = ("instance", "device", "host", "storage")
 
 DEFAULT_PRICES = {"instance": 500.0, "device": 12.0, "host": 3.0, "storage": 0.1}
 """Example prices per month: a server, and a GiB of accelerator memory, host memory and disk.
@@ -42,10 +42,10 @@ def parse_prices(terms: list[str]) -> Prices:
             value = float(number)
         except ValueError:
             value = -1.0
-        if name not in PRICED or not 0 <= value < float("inf"):
+        if name not in _PRICED or not 0 <= value < float("inf"):
             raise ConfigError(
                 f"--price {term!r} is not NAME=NUMBER; write for example host=3,storage=0.1. Names are "
-                f"{', '.join(PRICED)}: the price of an instance, and of a GiB of each tier"
+                f"{', '.join(_PRICED)}: the price of an instance, and of a GiB of each tier"
             )
         prices[name] = value
     return Prices(prices)

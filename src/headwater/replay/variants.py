@@ -11,19 +11,19 @@ _TRUNK_CHILDREN = 16
 _SEED = 7
 
 
-def first_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+def _first_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """The requests that arrive in the first half of the time."""
     middle = _middle(requests)
     return [request for request in requests if request.arrival_s < middle]
 
 
-def second_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+def _second_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """The requests that arrive in the second half of the time."""
     middle = _middle(requests)
     return [request for request in requests if request.arrival_s >= middle]
 
 
-def half_of_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+def _half_of_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """A random half of the sessions, with all their requests."""
     shared = trunks(requests)
     rng = np.random.default_rng(_SEED)
@@ -38,7 +38,7 @@ def half_of_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     return kept
 
 
-def shuffled_gaps(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+def _shuffled_gaps(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """The same requests in the same order, with the times between them shuffled."""
     times = np.array([request.arrival_s for request in requests])
     gaps = np.random.default_rng(_SEED).permutation(np.diff(times))
@@ -47,7 +47,7 @@ def shuffled_gaps(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     return [replace(request, arrival_s=arrival_s) for request, arrival_s in pairs]
 
 
-def twice_as_fast(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+def _twice_as_fast(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """The same requests in half of the time."""
     return [replace(request, arrival_s=request.arrival_s / 2) for request in requests]
 
@@ -63,11 +63,11 @@ def trunks(requests: Sequence[TraceRequest]) -> set[int]:
 
 VARIANTS: dict[str, Callable[[Sequence[TraceRequest]], list[TraceRequest]]] = {
     "as-is": list,
-    "first-half": first_half,
-    "second-half": second_half,
-    "half-of-sessions": half_of_sessions,
-    "shuffled-gaps": shuffled_gaps,
-    "twice-as-fast": twice_as_fast,
+    "first-half": _first_half,
+    "second-half": _second_half,
+    "half-of-sessions": _half_of_sessions,
+    "shuffled-gaps": _shuffled_gaps,
+    "twice-as-fast": _twice_as_fast,
 }
 """Every variant by its name on the command line."""
 

@@ -28,7 +28,7 @@ from headwater.types import RequestId, Slots, Tokens
 
 Counts = NDArray[np.int64]
 
-MIN_SEQUENCES = 16
+_MIN_SEQUENCES = 16
 """With fewer decoding sequences no rows are made: one by one they take less time."""
 
 RECENT_TOKENS = 64
@@ -171,7 +171,7 @@ class RowSequence(Sequence):
             arrays.num_settled[column] = end
 
 
-def enter_arrays(sequence: Sequence, arrays: ProgressArrays) -> RowSequence:
+def _enter_arrays(sequence: Sequence, arrays: ProgressArrays) -> RowSequence:
     """Move the counters of `sequence` to `arrays`. It is the same object afterwards."""
     column, entry = arrays.take()
     numbers = [getattr(sequence, name) for name in (*_COUNTERS, *_LIMITS)]
@@ -183,7 +183,7 @@ def enter_arrays(sequence: Sequence, arrays: ProgressArrays) -> RowSequence:
     return entered
 
 
-def leave_arrays(sequence: RowSequence) -> int:
+def _leave_arrays(sequence: RowSequence) -> int:
     """Move the counters of `sequence` back into it. Returns the column that it had."""
     sequence.settle()
     arrays, column = sequence.arrays, sequence.column
@@ -223,7 +223,7 @@ class DecodeRows:
     """The sequences that have a row, in the order in which they got it."""
 
     def __init__(self) -> None:
-        self.min_sequences = MIN_SEQUENCES
+        self.min_sequences = _MIN_SEQUENCES
         self._arrays = ProgressArrays()
         self.sequences: list[RowSequence] = []
         self._request_ids: list[RequestId] = []
@@ -234,7 +234,7 @@ class DecodeRows:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Give each sequence a row."""
-        entered = [enter_arrays(sequence, self._arrays) for sequence in sequences]
+        entered = [_enter_arrays(sequence, self._arrays) for sequence in sequences]
         self.sequences += entered
         self._request_ids += [sequence.request_id for sequence in sequences]
         self._params += [sequence.params for sequence in sequences]
@@ -247,7 +247,7 @@ class DecodeRows:
         """Handle `sequence` on its own from now on. A sequence without a row is ignored."""
         if not isinstance(sequence, RowSequence):
             return
-        column = leave_arrays(sequence)
+        column = _leave_arrays(sequence)
         at = int(np.flatnonzero(self._columns == column)[0])
         self._columns = np.delete(self._columns, at)
         del self.sequences[at], self._request_ids[at], self._params[at]

@@ -136,7 +136,7 @@ class AccessPolicy:
                 status=403,
                 code="insufficient_scope",
             )
-        return Access(caller=caller_of(key), key=key)
+        return Access(caller=_caller_of(key), key=key)
 
     def _check_registration(self) -> Access:
         """An API key does not register instances: only the peer token does."""
@@ -210,7 +210,7 @@ def make_access_policy(
     )
 
 
-def caller_of(key: ApiKey) -> Caller:
+def _caller_of(key: ApiKey) -> Caller:
     """The caller that presents this key."""
     # The single key of --api-key is one tenant, like a server without keys.
     return Caller(

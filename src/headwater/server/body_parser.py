@@ -23,7 +23,7 @@ from headwater.server.schema import (
 )
 from headwater.server.worker_pool import WorkerPool
 
-MAX_IDS = 1 << 21
+_MAX_IDS = 1 << 21
 """Most token ids that one list may have, however long the context of the model is."""
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -73,7 +73,7 @@ def token_lists(body: msgspec.Struct) -> list[list[int]]:
 class BodyParser:
     """Parses bodies for one event loop; `close` ends its worker processes."""
 
-    def __init__(self, max_ids: int = MAX_IDS) -> None:
+    def __init__(self, max_ids: int = _MAX_IDS) -> None:
         """`max_ids` is the most token ids that one list may have."""
         self._max_ids = max_ids
         self._workers = WorkerPool("headwater.server.body_worker")

@@ -30,7 +30,7 @@ def template_settings(body: ChatRequest) -> dict[str, Any]:
     return settings
 
 
-def plain_call(name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
+def _plain_call(name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
     """A call in the history. Templates write arguments as JSON, so they are given as values."""
     value: object = arguments
     with contextlib.suppress(ValueError):  # text that is not JSON is shown unchanged
@@ -56,7 +56,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _plain_tool_call(call: MessageToolCall) -> dict[str, Any]:
-    return plain_call(call.function.name, call.function.arguments, call.id)
+    return _plain_call(call.function.name, call.function.arguments, call.id)
 
 
 def _text(message: Message) -> str:
@@ -107,14 +107,14 @@ class ToolUse:
 
 def tool_use(body: ChatRequest) -> ToolUse:
     """The tools of a chat request. Raises RequestRefused if its fields disagree."""
-    tools = [spec_of(tool.function) for tool in body.tools or ()]
+    tools = [_spec_of(tool.function) for tool in body.tools or ()]
     choice = body.tool_choice
     if isinstance(choice, NamedToolChoice):
-        return use_of(tools, "required", choice.function.name, body.parallel_tool_calls)
-    return use_of(tools, choice, None, body.parallel_tool_calls)
+        return _use_of(tools, "required", choice.function.name, body.parallel_tool_calls)
+    return _use_of(tools, choice, None, body.parallel_tool_calls)
 
 
-def use_of(
+def _use_of(
     tools: Sequence[ToolSpec], mode: ToolMode | None, name: str | None, parallel: bool | None
 ) -> ToolUse:
     """How `tools` are used; `name` is the tool that must be called."""
@@ -141,7 +141,7 @@ def use_of(
     )
 
 
-def spec_of(function: FunctionFields) -> ToolSpec:
+def _spec_of(function: FunctionFields) -> ToolSpec:
     """A function of the request in the form of the parsers."""
     return ToolSpec(
         name=function.name,
@@ -152,7 +152,7 @@ def spec_of(function: FunctionFields) -> ToolSpec:
 
 def template_tools(tools: Sequence[ToolFields] | None) -> list[dict[str, Any]] | None:
     """The tools of a request in the form of chat templates."""
-    return [_template_tool(spec_of(tool.function)) for tool in tools or ()] or None
+    return [_template_tool(_spec_of(tool.function)) for tool in tools or ()] or None
 
 
 def _template_tool(tool: ToolSpec) -> dict[str, Any]:

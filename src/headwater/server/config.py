@@ -12,7 +12,7 @@ from headwater.config import LOG_FORMATS, MIB, check_secret, is_loopback
 from headwater.errors import ConfigError
 from headwater.server.tls import TlsConfig
 
-MAX_API_WORKERS = 64
+_MAX_API_WORKERS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
 
 
@@ -179,7 +179,7 @@ class ServerConfig:
         check_secret("--api-key", self.api_key)
         check_secret("--peer-token", self.peer_token)
         for url in self.routers:
-            check_router_url(url)
+            _check_router_url(url)
         if self.instance_name is not None and not _NAME.fullmatch(self.instance_name):
             raise ConfigError(
                 f"--instance-name must have 1 to 64 letters, digits, dots and dashes, got "
@@ -189,9 +189,9 @@ class ServerConfig:
             raise ConfigError(
                 f"--router names a router twice, leave one out: {', '.join(self.routers)}"
             )
-        if not 1 <= self.api_workers <= MAX_API_WORKERS:
+        if not 1 <= self.api_workers <= _MAX_API_WORKERS:
             raise ConfigError(
-                f"--api-workers must be between 1 and {MAX_API_WORKERS}, got {self.api_workers}"
+                f"--api-workers must be between 1 and {_MAX_API_WORKERS}, got {self.api_workers}"
             )
         if self.max_engine_restarts < 0:
             raise ConfigError(
@@ -225,7 +225,7 @@ def check_port(port: int) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
 
 
-def check_router_url(url: str) -> None:
+def _check_router_url(url: str) -> None:
     """Raise ConfigError for a router URL that cannot be used."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

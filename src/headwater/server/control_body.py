@@ -29,12 +29,12 @@ async def read_control_body(
             raise
         unknown = _UNKNOWN_FIELD.search(str(refused))
         raise RequestRefused(
-            f"{refused}; {valid_fields(kind)}",
+            f"{refused}; {_valid_fields(kind)}",
             param=unknown.group(1) if unknown else refused.param,
         ) from refused
 
 
-def valid_fields(kind: type[msgspec.Struct]) -> str:
+def _valid_fields(kind: type[msgspec.Struct]) -> str:
     """The fields of a body, with the values of fields that have a fixed set."""
     found = inspect.type_info(kind)
     assert isinstance(found, inspect.StructType), "bodies are structs"

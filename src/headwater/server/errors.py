@@ -33,7 +33,7 @@ _TYPES = {
     503: "service_unavailable",
 }
 
-RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1
 
 
 class RequestRefused(RequestError):
@@ -105,7 +105,7 @@ def error_response(error: HeadwaterError, body: msgspec.Struct | None = None) ->
     headers = None
     if status == 429 or (status == 503 and not _is_final(error)):
         given: float | None = getattr(error, "retry_after_s", None)
-        headers = {"retry-after": str(math.ceil(given or RETRY_AFTER_S))}
+        headers = {"retry-after": str(math.ceil(given or _RETRY_AFTER_S))}
     if status == 401:
         headers = {"www-authenticate": "Bearer"}
     return Response(

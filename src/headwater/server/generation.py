@@ -60,7 +60,7 @@ class ResumedOutput:
     """The choice is complete; nothing is generated for it."""
 
 
-NO_OUTPUT = ResumedOutput()
+_NO_OUTPUT = ResumedOutput()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class GenerationJob:
 
     def resumed_of(self, index: int) -> ResumedOutput:
         """Output of the choice `index` that already exists."""
-        return self.resumed[index] if self.resumed else NO_OUTPUT
+        return self.resumed[index] if self.resumed else _NO_OUTPUT
 
 
 @dataclass(slots=True, kw_only=True)

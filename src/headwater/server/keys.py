@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Scope = Literal["client", "admin", "metrics"]
 
-ALL_SCOPES: tuple[Scope, ...] = ("client", "admin", "metrics")
+_ALL_SCOPES: tuple[Scope, ...] = ("client", "admin", "metrics")
 
 _CHECK_EVERY_S = 1.0
 _MAX_FILE_BYTES = 1 << 20
@@ -81,10 +81,10 @@ class Caller(Struct, kw_only=True, frozen=True):
         return "admin" in self.scopes
 
 
-ANYONE = Caller(scopes=ALL_SCOPES)
+ANYONE = Caller(scopes=_ALL_SCOPES)
 """The caller on a server without keys."""
 
-PEER = Caller(scopes=ALL_SCOPES)
+PEER = Caller(scopes=_ALL_SCOPES)
 """A request of the router itself, not on behalf of a client."""
 
 
@@ -96,7 +96,7 @@ class KeyRing:
         self._single: list[ApiKey] = []
         if api_key is not None:
             self._single.append(
-                ApiKey(name=SINGLE_KEY, key_sha256=_sha(api_key), scopes=ALL_SCOPES)
+                ApiKey(name=SINGLE_KEY, key_sha256=_sha(api_key), scopes=_ALL_SCOPES)
             )
         self._path = None if path is None else Path(path)
         self._clock = clock

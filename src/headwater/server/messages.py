@@ -60,7 +60,7 @@ _TYPES = {
 }
 
 
-def messages_error(error: HeadwaterError) -> MessagesError:
+def _messages_error(error: HeadwaterError) -> MessagesError:
     """An error in Anthropic's format."""
     kind = _TYPES.get(status_of(error), "invalid_request_error")
     message = error_answer(error).error.message
@@ -77,7 +77,7 @@ async def messages(request: Request) -> ASGIResponse:
         job = await chat_job(call, max_tokens=None, default_max_tokens=body.max_tokens)
         return await respond(call, job, _MessagesFormat(call, job))
     except HeadwaterError as error:
-        return error_response(error, messages_error(error))
+        return error_response(error, _messages_error(error))
 
 
 async def count_tokens(request: Request) -> ASGIResponse:
@@ -91,7 +91,7 @@ async def count_tokens(request: Request) -> ASGIResponse:
         )
         return JsonResponse(CountTokensAnswer(input_tokens=len(prompt.tokens)))
     except HeadwaterError as error:
-        return error_response(error, messages_error(error))
+        return error_response(error, _messages_error(error))
 
 
 async def _read(request: Request, kind: type[M]) -> M:
@@ -107,7 +107,7 @@ async def _chat(request: Request, body: CountTokensRequest) -> ChatRequest:
 class _MessagesFormat:
     """Writes output as messages: blocks of reasoning, text and tool use, in order."""
 
-    style = EventStyle(is_named=True, last=b"", error=messages_error)
+    style = EventStyle(is_named=True, last=b"", error=_messages_error)
     reports_usage = True
 
     def __init__(self, call: Call[ChatRequest], job: GenerationJob) -> None:
@@ -185,7 +185,7 @@ class _MessagesFormat:
         """Add to the open block of this kind, or open one."""
         found: list[Struct] = []
         if self._open != kind:
-            block = text_block("") if kind == "text" else thinking_block("")
+            block = _text_block("") if kind == "text" else _thinking_block("")
             found = [*self._close(), self._begin(kind, block)]
         return [*found, BlockDeltaEvent(index=self._num_blocks, delta=delta)]
 
@@ -214,11 +214,11 @@ class _MessagesFormat:
         )
 
 
-def text_block(text: str) -> AnswerBlock:
+def _text_block(text: str) -> AnswerBlock:
     return AnswerBlock(type="text", text=text)
 
 
-def thinking_block(text: str) -> AnswerBlock:
+def _thinking_block(text: str) -> AnswerBlock:
     return AnswerBlock(type="thinking", thinking=text, signature="")
 
 
@@ -229,9 +229,9 @@ def _tool_use(start: CallStart) -> AnswerBlock:
 def _blocks(parsed: ParsedAnswer) -> list[AnswerBlock]:
     blocks: list[AnswerBlock] = []
     if parsed.reasoning:
-        blocks.append(thinking_block(parsed.reasoning))
+        blocks.append(_thinking_block(parsed.reasoning))
     if parsed.content:
-        blocks.append(text_block(parsed.content))
+        blocks.append(_text_block(parsed.content))
     blocks += [
         AnswerBlock(
             type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments)

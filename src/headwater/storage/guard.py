@@ -49,7 +49,7 @@ _PROBE_BLOCKS = 4
 _CLOSE_TIMEOUT_S = 10.0
 
 
-def start_thread(work: Callable[[], None]) -> None:
+def _start_thread(work: Callable[[], None]) -> None:
     """Run `work` in a daemon thread, which never keeps the process from exiting."""
     Thread(target=work, name="storage-probe", daemon=True).start()
 
@@ -77,7 +77,7 @@ class GuardedStorage:
         config: BreakerConfig,
         clock: Clock,
         *,
-        spawn: Spawn = start_thread,
+        spawn: Spawn = _start_thread,
     ) -> None:
         self._backend = backend
         self._clock = clock

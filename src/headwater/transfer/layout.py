@@ -9,7 +9,7 @@ part of their layer's bytes, so a block, or a group of its layers, is one contig
 
 from dataclasses import dataclass
 
-LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 1
 """Version of the byte order inside a block. Another order is another format."""
 
 
@@ -50,4 +50,4 @@ class KVLayout:
     def kv_format(self) -> str:
         """Part of every block key, so that blocks of two formats are never confused."""
         shape = f"{self.num_layers}x{self.planes}x{self.block_tokens}"
-        return f"{self.dtype}/{shape}x{self.kv_heads}x{self.head_dim}/{LAYOUT_VERSION}"
+        return f"{self.dtype}/{shape}x{self.kv_heads}x{self.head_dim}/{_LAYOUT_VERSION}"

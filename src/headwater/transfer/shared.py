@@ -15,7 +15,7 @@ from headwater.errors import ConfigError
 _SEAL_FUTURE_WRITE = 0x10
 """The value in Linux since 5.1; Python's fcntl has a name for it only since 3.13."""
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals that prevent the memory from being removed while a process reads it."""
 
 
@@ -41,7 +41,7 @@ class SharedPages:
 
     def seal(self) -> None:
         """Allow no new writable mapping in any process. Existing writable mappings stay."""
-        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS | _SEAL_FUTURE_WRITE)
 
 
 def map_writable(file: int, num_bytes: int) -> memoryview:
@@ -52,7 +52,7 @@ def map_writable(file: int, num_bytes: int) -> memoryview:
 def map_shared(file: int, num_bytes: int) -> memoryview:
     """Map memory of another process read-only. Raises OSError if the memory could change its
     size."""
-    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise OSError("the memory is not sealed, so its owner could shrink it")
     if os.fstat(file).st_size < num_bytes:
         raise OSError("the memory is smaller than the sender announced")

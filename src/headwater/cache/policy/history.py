@@ -13,7 +13,7 @@ from headwater.cache.policy.base import FinishedRequest
 from headwater.cache.policy.fingerprint import Fingerprints
 from headwater.cache.policy.traits import Relation, Traits
 
-TRUNK_CHILDREN = 16
+_TRUNK_CHILDREN = 16
 """A prefix with this many different continuations belongs to no session."""
 
 _FORGET_S = 3600.0
@@ -180,14 +180,14 @@ class History:
     def _add_child(self, prefix: int) -> None:
         known = self._children.get(prefix) or self._old_children.get(prefix, 0)
         self._children[prefix] = known + 1
-        if known + 1 >= TRUNK_CHILDREN:
+        if known + 1 >= _TRUNK_CHILDREN:
             self._trunks.add(prefix)
 
     def _forget(self, now: float) -> None:
         self._old, self._young = self._young, {}
         self._old_children, self._children = self._children, {}
         known = self._old_children.items()
-        self._trunks = {prefix for prefix, num in known if num >= TRUNK_CHILDREN}
+        self._trunks = {prefix for prefix, num in known if num >= _TRUNK_CHILDREN}
         self._since = now
 
 

@@ -67,7 +67,7 @@ class ChunkRow:
         parts = torch.split(query, _QUERIES)
         masks = self._mask(variant.window, query, visible.first_block * pool.block_tokens)
         out = [
-            written_out(q, keys, values, m, variant)
+            _written_out(q, keys, values, m, variant)
             for q, m in zip(parts, torch.split(masks, _QUERIES), strict=True)
         ]
         return torch.cat(out)
@@ -115,7 +115,7 @@ class ChunkRow:
         return mask.masked_fill_(hidden, float("-inf"))
 
 
-def written_out(
+def _written_out(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, variant: Variant
 ) -> Tensor:
     """Attention with materialised scores, for variants that the fused kernel does not

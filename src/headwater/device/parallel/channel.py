@@ -21,7 +21,7 @@ _MAX_FILES = 1
 _BUFFER_BYTES = 4 << 20
 """Socket buffer requested for each direction, so that a busy rank does not delay rank 0."""
 
-MAX_PAYLOAD_BYTES = 1 << 30
+_MAX_PAYLOAD_BYTES = 1 << 30
 
 
 class RankMessage(IntEnum):
@@ -109,7 +109,7 @@ class RankChannel:
         """Wait for the next message. Raises ChannelClosed when there will be none."""
         header, files = self._receive_header()
         number, size = _HEADER.unpack(header)
-        if size > MAX_PAYLOAD_BYTES:
+        if size > _MAX_PAYLOAD_BYTES:
             raise ChannelClosed(f"a message of {size} bytes is more than any rank sends")
         payload = bytearray(size)
         self._fill(memoryview(payload))

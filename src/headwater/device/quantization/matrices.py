@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-UNSIGNED_ZERO = 8
+_UNSIGNED_ZERO = 8
 """The 4-bit code for zero in a group without a zero point of its own."""
 
 
@@ -78,7 +78,7 @@ class Int4Matrix:
         if group_of is None:
             group_of = torch.arange(self.codes.shape[1], device=self.codes.device)
             group_of = group_of // self.group_size
-        zeros: Tensor | int = UNSIGNED_ZERO
+        zeros: Tensor | int = _UNSIGNED_ZERO
         if self.zeros is not None:
             zeros = self.zeros.int()[:, group_of]
         return ((self.codes.int() - zeros) * self.scales[:, group_of]).to(dtype)

@@ -28,7 +28,7 @@ from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
 
-NUM_FRAMES = 8
+_NUM_FRAMES = 8
 """Frames in flight: the next frames are there before the peer has copied the last one."""
 
 _OFFER = struct.Struct("<Q")
@@ -93,7 +93,7 @@ def name_of(address: str) -> str:
     return name
 
 
-def connect_locally(name: str, timeout_s: float) -> Stream:
+def _connect_locally(name: str, timeout_s: float) -> Stream:
     """A connection to a process of the same user on this machine."""
     connected = socket.socket(socket.AF_UNIX)
     try:
@@ -132,10 +132,10 @@ def offer_memory(
 ) -> MappedOutbound:
     """Connect to the receiver `name` and pass it the descriptor of `memory`, with its size."""
     file, num_bytes = memory
-    stream = connect_locally(name, timeout_s)
+    stream = _connect_locally(name, timeout_s)
     try:
         key = client_handshake(stream, terms, check_wait).key
-        validity = FrameValidity(NUM_FRAMES)
+        validity = FrameValidity(_NUM_FRAMES)
         _send_files(stream, _OFFER.pack(num_bytes), [file, validity.file])
     except BaseException:
         stream.close()

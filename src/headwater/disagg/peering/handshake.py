@@ -24,7 +24,7 @@ from headwater.disagg.protocol.push import PushFailure
 VERSION = 2
 """Increased with each change of what follows the handshake: frames, payloads, grants."""
 
-MAX_GRANT_BYTES = 1024
+_MAX_GRANT_BYTES = 1024
 
 _MAGIC = b"HWLINK\0\0"
 _CHALLENGE = struct.Struct("<8sHH32s")
@@ -102,7 +102,7 @@ def client_handshake(
     if code != HandshakeResult.WELCOME:
         why = _SENTENCES[HandshakeResult(code)] if code in _SENTENCES else "no reason given"
         raise LinkBroken(f"the receiver refused the connection: {why}", PushFailure.REFUSED)
-    if grant_bytes > MAX_GRANT_BYTES:
+    if grant_bytes > _MAX_GRANT_BYTES:
         raise Malformed(f"grant of {grant_bytes} bytes is too large", PushFailure.REFUSED)
     grant = _take(stream, grant_bytes, check_wait) if grant_bytes else b""
     if not hmac.compare_digest(

@@ -34,7 +34,7 @@ def identify_offload(config: Any, settings: PluginConfig, version: str) -> Block
             f"pcp {sizes.pcp_size} dcp {sizes.dcp_size}"
         ),
         block_tokens=f"{config.cache.tokens_per_hash} x {config.cache.blocks_per_chunk}",
-        hashing=f"seed {hash_seed()}",
+        hashing=f"seed {_hash_seed()}",
     )
 
 
@@ -73,11 +73,11 @@ def identify_worker(
             f"pp {sizes.pipeline_parallel_size} dcp {sizes.decode_context_parallel_size}"
         ),
         block_tokens=str(cache.block_size),
-        hashing=f"{algorithm} seed {hash_seed()}",
+        hashing=f"{algorithm} seed {_hash_seed()}",
     )
 
 
-def hash_seed() -> str:
+def _hash_seed() -> str:
     """The first value of vLLM's chain of block hashes."""
     return os.environ.get("PYTHONHASHSEED") or str(DEFAULT_NONE_HASH_SEED)
 

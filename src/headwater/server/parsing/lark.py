@@ -30,7 +30,7 @@ def arguments_rule(name: str, parameters: Mapping[str, Any]) -> str:
     return f"{name}: %json {json.dumps(schema)}"
 
 
-def value_rule(name: str, schema: Any, root: Mapping[str, Any]) -> str:  # noqa: ANN401 -- a schema
+def _value_rule(name: str, schema: Any, root: Mapping[str, Any]) -> str:  # noqa: ANN401 -- a schema
     """A rule for one value; references in it point into `root`."""
     whole = dict(schema) if isinstance(schema, Mapping) else {}
     for key in ("$defs", "definitions"):
@@ -83,7 +83,7 @@ def tagged_arguments(
         elif is_text:
             rules.append(f"{name}: /[^<]*/")
         else:
-            rules.append(value_rule(name, schema, parameters))
+            rules.append(_value_rule(name, schema, parameters))
         term = f"{quoted(before(key) + between)} {name} {quoted(after)}"
         terms.append(term if key in required else f"({term})?")
     return " ".join(terms), rules

@@ -46,7 +46,7 @@ class OpenFile:
 
 
 PAGE_BYTES = 4096
-ENTRY_BYTES = 80
+_ENTRY_BYTES = 80
 
 _MAGIC = b"HWTABLE\0"
 _VERSION = 1
@@ -54,7 +54,7 @@ _HEAD = struct.Struct("<8sII32sQQQ")
 _CHANGES_AT = 2048
 _ENTRY = struct.Struct("<32s32sQI")
 _CHECK = struct.Struct("<I")
-_EMPTY = bytes(ENTRY_BYTES)
+_EMPTY = bytes(_ENTRY_BYTES)
 _ROW = np.dtype(
     [("key", "V32"), ("parent", "V32"), ("sequence", "<u8"), ("zero", "<u4"), ("check", "<u4")]
 )
@@ -78,7 +78,7 @@ class Geometry:
 
     @property
     def table_bytes(self) -> int:
-        return PAGE_BYTES + self.num_slots * ENTRY_BYTES
+        return PAGE_BYTES + self.num_slots * _ENTRY_BYTES
 
     @property
     def total_bytes(self) -> int:
@@ -154,7 +154,7 @@ class Table:
 
     def at(self, slot: int) -> Entry | None:
         """The current entry of one slot."""
-        raw = os.pread(self._file.fd, ENTRY_BYTES, PAGE_BYTES + slot * ENTRY_BYTES)
+        raw = os.pread(self._file.fd, _ENTRY_BYTES, PAGE_BYTES + slot * _ENTRY_BYTES)
         return _decode_entry(slot, raw)
 
     def changed(self) -> list[tuple[int, Entry | None]]:
@@ -175,7 +175,7 @@ class Table:
         return int.from_bytes(os.pread(self._file.fd, 8, _CHANGES_AT), "little")
 
     def _write(self, slot: int, raw: bytes) -> None:
-        os.pwrite(self._file.fd, raw, PAGE_BYTES + slot * ENTRY_BYTES)
+        os.pwrite(self._file.fd, raw, PAGE_BYTES + slot * _ENTRY_BYTES)
 
     def _tell(self) -> None:
         # Lost updates are harmless: two threads that write the same count have still changed
@@ -184,7 +184,7 @@ class Table:
         os.pwrite(self._file.fd, self._changes.to_bytes(8, "little"), _CHANGES_AT)
 
     def _rows(self) -> NDArray[np.void]:
-        wanted = self.geometry.num_slots * ENTRY_BYTES
+        wanted = self.geometry.num_slots * _ENTRY_BYTES
         raw = os.pread(self._file.fd, wanted, PAGE_BYTES)
         return np.frombuffer(raw.ljust(wanted, b"\0"), dtype=_ROW)
 
@@ -203,7 +203,7 @@ def _encode_head(geometry: Geometry) -> bytes:
     head = _HEAD.pack(
         _MAGIC,
         _VERSION,
-        ENTRY_BYTES,
+        _ENTRY_BYTES,
         form.fingerprint,
         form.block_bytes,
         geometry.slot_bytes,
@@ -219,7 +219,7 @@ def _decode_head(raw: bytes) -> Geometry:
     _, version, entry_bytes, fingerprint, block_bytes, slot_bytes, num_slots = _HEAD.unpack(
         head
     )
-    if check != zlib.crc32(head) or entry_bytes != ENTRY_BYTES or version != _VERSION:
+    if check != zlib.crc32(head) or entry_bytes != _ENTRY_BYTES or version != _VERSION:
         raise StorageCorrupt(
             f"the slab table has version {version} or is damaged", reason="bad_table"
         )
@@ -231,7 +231,7 @@ def _decode_head(raw: bytes) -> Geometry:
 
 
 def _decode_entry(slot: int, raw: bytes) -> Entry | None:
-    if len(raw) < ENTRY_BYTES or raw == _EMPTY:
+    if len(raw) < _ENTRY_BYTES or raw == _EMPTY:
         return None
     fields = raw[: _ENTRY.size]
     if _CHECK.unpack(raw[_ENTRY.size :])[0] != zlib.crc32(fields):
