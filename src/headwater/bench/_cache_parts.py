@@ -5,8 +5,8 @@ storage for blocks that memory does not have, loads what the lower tiers have, a
 it computes; writes are planned after each commit, within the limits of the scheduler. Copies take
 the time that they take on a measured machine, so a write is finished when a later request
 arrives, and storage accepts no more than a disk does. Only the decisions are timed, as CPU time
-of their thread. Keys of prompts are computed before, because an engine computes them in other
-threads.
+of their thread. The keys of a prompt are computed before its request is timed, because an
+engine computes them in other threads.
 """
 
 import time
@@ -63,14 +63,14 @@ _SPACING_S = 0.3
 three seconds."""
 
 _MACHINE = "h200-8b"
-"""Its measured links say how long copies take."""
+"""The preset whose measured links decide how long copies take."""
 
 
 def measure_parts(
     requests: list[TraceRequest], *, capacity_blocks: int, block: int, repeats: int
 ) -> dict[str, Any]:
-    """Mean microseconds and numbers per request, by configuration and part; the fastest of
-    `repeats` replays."""
+    """For each configuration: the mean CPU time of a request, counts per request, and hit
+    tokens, all from the fastest of `repeats` replays."""
     result: dict[str, Any] = {}
     for name, settings in CONFIGURATIONS.items():
         rows = [
@@ -113,8 +113,8 @@ class _Replay:
         self._counts: Counter[str] = Counter()
 
     def run(self, requests: list[TraceRequest]) -> dict[str, Any]:
-        """Serve each request. Everything that an engine does in other threads, and all counting,
-        is between the timed parts."""
+        """Serve each request. Everything that an engine does in other threads, and all
+        counting, happens between the timed parts."""
         settle_collector()
         spent_ns = 0
         for number, request in enumerate(requests):

@@ -22,7 +22,8 @@ _FILE_THREADS = 4
 _MOONCAKE_THREADS = 4
 _MOONCAKE_BATCH = 16
 _ASKED_AHEAD = 4
-"""Values requested from a Redis server at once: more fill its buffers and are slower."""
+"""Values that are requested from a Redis server before their answers are read. More of them
+would fill its buffers and be slower."""
 
 
 class Ceiling(Protocol):
@@ -33,13 +34,13 @@ class Ceiling(Protocol):
     def read(self, into: Sequence[memoryview]) -> None: ...
 
     def forget(self, count: int) -> None:
-        """Remove the blocks, as the backend does, so that the next ones are new to both."""
+        """Remove the blocks, as the backend does, so that the next blocks are new to both."""
 
     def close(self) -> None: ...
 
 
 class MemoryCeiling:
-    """memcpy to memory that was used before."""
+    """A memcpy to memory whose pages were used before."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self._rows = np.ones((num_blocks, block_bytes), dtype=np.uint8)

@@ -11,7 +11,7 @@ _GIB = 1 << 30
 
 
 def time_ms(call: Any, repeats: int = 5) -> float:  # noqa: ANN401 -- any callable
-    """Median time of `call` on the device, by its own events."""
+    """Median time of `call` on the device, measured with CUDA events."""
     call()
     taken = []
     for _ in range(repeats):
@@ -25,7 +25,8 @@ def time_ms(call: Any, repeats: int = 5) -> float:  # noqa: ANN401 -- any callab
 
 
 def measure() -> dict[str, float]:
-    """Bytes read and written per second on the device; pinned copies; bfloat16 products."""
+    """Rates of the device: bytes read and written per second, pinned copies, and bfloat16
+    products."""
     found = {**_memory(), **_products()}
     torch.cuda.empty_cache()
     return found

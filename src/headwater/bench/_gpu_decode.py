@@ -23,7 +23,8 @@ _SKIPPED = 4
 
 _JOB_BLOCKS = 32
 _JOBS = 8
-"""Most copies in flight: enough for one step must be queued when the loop looks again."""
+"""Most copies in flight. The loop starts copies only between steps, so they must last for one
+step."""
 
 _PACE_GB_S = 41.5
 """Rate of copies during decode: the figures are for this rate, not for a full link."""
@@ -59,7 +60,8 @@ def measure_decode(
 def measure_copies(
     engine: GpuEngine, ceilings: dict[str, float], *, batch: int, rounds: int
 ) -> dict[str, Any]:
-    """Rates of whole blocks each way, alone and under decode; steps with and without copies."""
+    """Rates of copies of whole blocks in each direction, alone and during decode; and the steps
+    with and without copies."""
     result: dict[str, Any] = {}
     traffic, turn = Traffic(engine), 0
     prompts = _prompts(engine, batch, seed=7_000)
@@ -165,7 +167,7 @@ class Traffic:
 def serve_batch(
     engine: GpuEngine, batch: int, *, seed: int, max_tokens: int = OUTPUT
 ) -> GpuRun:
-    """Serve this many requests with a context of about 1 k, all at once."""
+    """Serve `batch` requests with a context of about 1 k, all at once."""
     engine.runner.warm(batch)
     return engine.serve(_prompts(engine, batch, seed=seed), max_tokens=max_tokens)
 
@@ -211,6 +213,6 @@ def _compared(
 
 
 def blocks_for(batch: int) -> int:
-    """Blocks for a batch of these prompts and for the copies."""
+    """Device blocks for `batch` prompts and for the copies."""
     each = -(-(PROMPT + OUTPUT + BLOCK_TOKENS // 2) // BLOCK_TOKENS) + 1
     return batch * each + _JOBS * _JOB_BLOCKS + 64

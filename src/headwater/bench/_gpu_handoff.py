@@ -52,7 +52,8 @@ _WARM_TOKENS = 8192
 _NUM_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 _CHUNK_BLOCKS = 8192 // BLOCK_TOKENS
 _PREFILL_TOKENS_S = 25_000
-"""About what one prefill instance of an 8B model computes: the pace of `paced`."""
+"""About as many tokens per second as one prefill instance of an 8B model computes: the rate of
+the measurement `paced`."""
 
 _BATCH = 32
 _TIMEOUT_S = 60.0
@@ -204,8 +205,9 @@ def _decode_beside(
     *,
     rounds: int,
 ) -> dict[str, float]:
-    """Decode steps without and with chunks of blocks, in turns. `pace` is the number of chunks
-    and the seconds between two. Prompts are cached, so that nearly everything is decoding."""
+    """Decode steps without and with arriving chunks of blocks, in turns. `pace` is the number
+    of chunks and the seconds between two chunks. Prompts are cached, so that nearly everything
+    is decoding."""
     engine = target.engine
     plain: list[float] = []
     beside: list[float] = []

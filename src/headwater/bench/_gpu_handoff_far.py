@@ -4,7 +4,7 @@
     python -m headwater.bench._gpu_handoff_far prefill 8b
 
 It reads commands from its input and answers each with a line of JSON: first the shape of the
-sender's pool, `{"num_layers": …}`. It ends with its input.
+sender's pool, `{"num_layers": …}`. It ends when its input ends.
 """
 
 import json

@@ -28,7 +28,7 @@ class Far:
         return self.listen()
 
     def listen(self) -> dict[str, Any]:
-        """The next thing that it says."""
+        """The next object that it writes."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -39,7 +39,7 @@ class Far:
 
 @contextmanager
 def far_process(*words: str) -> Iterator[Far]:
-    """Start the other process with these words; it ends with the block."""
+    """Start the other process with these arguments; it ends when the `with` block is left."""
     command = [sys.executable, "-m", "headwater.bench._gpu_handoff_far", *words]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

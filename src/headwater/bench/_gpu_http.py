@@ -133,8 +133,8 @@ def _waves(server: RunningServer) -> list[dict[str, float]]:
 
 
 def measure_mixed(folder: Path, budgets: tuple[int, ...]) -> dict[str, Any]:
-    """1,000 prompt tokens, nothing shared, 128 output tokens, 128 clients: the adaptive budget
-    against fixed ones."""
+    """Compare the adaptive budget of prompt tokens with fixed ones: 128 clients, prompts of
+    1,000 tokens with nothing in common, 128 output tokens."""
     found: dict[str, Any] = {}
     settings = {"adaptive": [], **{
         f"fixed_{tokens}": ["--max-itl-ms", "0", "--max-num-batched-tokens", str(tokens)]

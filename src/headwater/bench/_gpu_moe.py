@@ -107,12 +107,12 @@ def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
 
 
 def _touched_experts(engine: GpuEngine, batch: int) -> float:
-    """Experts of a layer that a decode step of this many rows reads, on average.
+    """Average number of experts of a layer that a decode step of `batch` rows reads.
 
     Counted in steps outside graphs, where the choice of experts can be read.
     """
-    # Prompts are cached, so that all rows decode together. A single prompt is not: its short
-    # uncached rest would run in a captured graph.
+    # Prompts are cached, so that all rows decode together. A single prompt is not cached,
+    # because a cached one would leave a short rest, which would run in a captured graph.
     graphs, engine.runner.graphs = engine.runner.graphs, None
     with _recorded(batch) as counts:
         serve_batch(engine, batch, seed=batch if batch > 1 else 501, max_tokens=6)

@@ -47,7 +47,7 @@ class LiveCluster:
     """Its peer token."""
 
     log: Path
-    """What its processes print."""
+    """The file with the output of its processes."""
 
     @property
     def router(self) -> LiveProcess:
@@ -63,7 +63,8 @@ def live_cluster(
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
         log = Path(folder) / "log"
-        # Never written to: when this process is killed, its end is closed and the cluster ends.
+        # Nothing is written to this pipe. When this process is killed, its end is closed, and
+        # the cluster ends.
         lifeline, held = os.pipe()
         with log.open("wb") as sink:
             process = subprocess.Popen(

@@ -61,8 +61,8 @@ class MemorySamples:
         self._count += 1
 
     def report(self) -> dict[str, Any]:
-        """First, last and slope over the second half, each slope with twice its standard error:
-        a slope within that is zero within noise."""
+        """For each series: the first and the last value, and the slope over the second half
+        with twice its standard error. A smaller slope than this error is zero within noise."""
         half = self.rows[self._count // 2 :]
         if len(half) < 4:
             return {"memory_samples": self._count}

@@ -30,7 +30,8 @@ _ALONE = {"output_caching": False}
 
 
 def measure_hits(trace: Path | None, quick: bool) -> dict[str, Any]:
-    """`pd_hits`: shares of prompt tokens found by each, and the pair's over the mixed one's."""
+    """`pd_hits`: the share of prompt tokens that the pair and the mixed instance each find, and
+    the first share divided by the second."""
     limit = 300 if quick else 4_000
     traced = make_sessions(limit, seed=0)[:limit] if trace is None else read_trace(trace, limit)
     requests = [_request(number, entry) for number, entry in enumerate(traced)]

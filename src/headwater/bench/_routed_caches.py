@@ -48,7 +48,7 @@ class RoutedCache:
         self._cache = CacheOnly(INSTANCE_BLOCKS, longest, record_events=True)
 
     def candidate(self, hashes: Sequence[int], now: float, router: int) -> Candidate:
-        """What a router knows when a prompt of these blocks arrives."""
+        """What `router` knows of this cache when a prompt of these blocks arrives."""
         return Candidate(
             name=self.name,
             cached_tokens=self.view.match(hashes) * TRACE_BLOCK,
@@ -82,8 +82,8 @@ class RoutedCache:
 
 
 def measure_router(trace: Path | None, quick: bool, num_routers: int = 2) -> dict[str, Any]:
-    """Block hits and balance by policy, the same for `num_routers` routers side by side, and the
-    hits of one pool; synthetic without a trace."""
+    """Block hits and balance of each policy, the same with `num_routers` routers side by side,
+    and the hits of one pool. Without a trace the requests are synthetic."""
     limit = _QUICK_REQUESTS if quick else None
     requests = (
         make_sessions(limit or 10_000, seed=0) if trace is None else read_trace(trace, limit)

@@ -11,7 +11,7 @@ from headwater.bench._workload import make_sessions
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest
 
 _DRIFTS_S = 400.0
-"""When habits change, in `drift`."""
+"""Time at which habits change in the shape `drift`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

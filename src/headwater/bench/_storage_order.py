@@ -29,7 +29,8 @@ StorageOrder = Literal["reuse", "arrival"]
 def measure_storage_order(
     trace: Path, *, limit: int, hints: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """`storage_order_gain`: prompt tokens found in storage, by reuse over first come."""
+    """`storage_order_gain`: prompt tokens found in storage with writes ordered by reuse,
+    divided by those with first come, first served."""
     load = TraceLoad(trace=trace, limit=limit, speed=_SPEED, scale=1.0, seed=1)
     plain = load.requests()
     demand = _replay(plain, None, "arrival")

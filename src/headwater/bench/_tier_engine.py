@@ -82,8 +82,8 @@ class TierEngine:
         /,
         **settings: Any,  # noqa: ANN401 -- typed by EngineConfig
     ) -> None:
-        """`loaded`, if given, is the model of `settings`: engines that are compared share their
-        weights; otherwise the comparison would measure memory pages."""
+        """`loaded`, if given, is the model of `settings`. Engines that are compared share it:
+        with weights in different memory pages, they would differ in speed."""
         self.core, self.info = build_core(EngineConfig(**settings), loaded)
         self._runner = self.core._runner = TimedRunner(self.core._runner)
         self._clock = SystemClock()

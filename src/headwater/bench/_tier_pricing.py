@@ -84,8 +84,8 @@ def compare_policies(
     cells: Iterable[tuple[str, dict[str, dict[str, float]]]],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The figures `{name}_ratio`, their worst, and the first tokens behind them. Each of `cells`
-    has a name, and milliseconds by policy and percentile."""
+    """The figures `{name}_ratio`, the worst of them, and the times to first token from which
+    they are computed. Each of `cells` has a name, and milliseconds by policy and percentile."""
     ratios: dict[str, dict[str, float]] = {}
     first_ms: dict[str, dict[str, dict[str, float]]] = {}
     for cell, times in cells:

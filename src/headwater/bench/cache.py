@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def replay(requests: list[TraceRequest], options: Namespace) -> dict[str, Any]:
-    """Time every request of a trace; what was hit, evicted, and kept as metadata."""
+    """Time every request of a trace; count hits, evictions, and bytes of metadata."""
     cache = _make_cache(options.capacity_tokens // options.block, options.block)
     micros = []
     for number, request in enumerate(requests):

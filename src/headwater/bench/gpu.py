@@ -76,7 +76,8 @@ class _Run:
         self._made: Any = None
         self._made_folder: Path | None = None
         self.closing = ExitStack()
-        """Ends at the end of the benchmark what a part has left running for later parts."""
+        """What a part has left running for later parts; it is closed at the end of the
+        benchmark."""
         self._ceilings = _gpu_ceilings.measure()
         self.result: dict[str, Any] = {
             "model": options.model,

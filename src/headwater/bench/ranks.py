@@ -1,6 +1,6 @@
 """`headwater bench ranks`: the cost of a second rank in each step.
 
-The step is packed and sent to the rank, and its end is received.
+This is the cost to pack the step, to send it to the rank, and to receive the rank's answer.
 
 The engine loop, the scheduler and the cache are real; the model computes nothing. The second
 rank is a process that unpacks each step and answers. Engines with one and with two ranks

@@ -42,7 +42,8 @@ class SoakRound(Protocol):
 
 
 MakeRound = Callable[[int, Path | None], SoakRound]
-"""Makes the round of a seed; it stores in a folder or in memory."""
+"""Makes the round of a seed. The round stores blocks in the folder, or in memory if that is
+None."""
 
 _FILE_EVERY = 4
 """One round in this many stores in a directory, the others in memory."""
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_round(seed: int, make: MakeRound = EchoRound) -> Counter[str]:
-    """One round; what happened in it."""
+    """Run one round and return counts of what happened."""
     with tempfile.TemporaryDirectory(prefix="headwater-soak-") as folder:
         soak_round = make(seed, Path(folder) if seed % _FILE_EVERY == 0 else None)
         try:

@@ -5,10 +5,12 @@ The parts are:
 - traffic that never hits, with and without tiers, alternately
 - the time to the first token of a hit in each tier, and of computing the same prompt
 - many requests at once for one stored prefix
-- bytes per second of each backend, over the simplest use of its medium
-- the first token while the backend is stopped and its breaker is open, over no storage
+- bytes per second of each backend, divided by those of the simplest use of its medium
+- the time to the first token while the backend is stopped and its breaker is open, divided by
+  that of an engine without storage
 - sessions that do not fit on the device: the share of the possible hits that each turn finds
-- a simulated grid: first tokens when loads are priced, over always and never waiting
+- a simulated grid: first tokens when loads are priced, divided by the better of always and
+  never waiting
 - the same grid on the built-in model, in real time
 - with --trace: hits when storage accepts a quarter of what is computed, by order of writes
 
@@ -125,7 +127,8 @@ def measure_hits(media: Media, options: Namespace) -> Result:
 
 
 def measure_convoy(media: Media, options: Namespace) -> Result:
-    """`convoy_ratio`: requests per second for one stored prefix, over the same computed."""
+    """`convoy_ratio`: requests per second of a group with one stored prefix, divided by those
+    of a group that computes the prefix."""
     engine = TierEngine(
         **_settings(options),
         write_policy="write_through",

@@ -87,7 +87,7 @@ def _decode_points(result: Mapping[str, Any]) -> Points:
     rows = [row for row in result.get("rows", ()) if row.get("engine") == "headwater"]
     if not rows:
         return {}
-    model = rows[-1]["model"]  # several models: those of the last one measured
+    model = rows[-1]["model"]  # with several models, the last one counts
     times: dict[int, list[float]] = {}
     for row in rows:
         if row["model"] == model and row["cache"]:

@@ -1,4 +1,5 @@
-"""The most hits that any eviction could have: Belady's rule, with knowledge of the whole trace.
+"""The most hits that any eviction policy could have: Belady's rule, with knowledge of the whole
+trace.
 
 When a request has ended and the cache holds too much, the block whose next use is latest is
 evicted first, whether it is old or new. A block that is never used again does not stay at all.

@@ -28,9 +28,9 @@ class Times:
 
 
 class TimeSeries:
-    """The samples of one owner of state. A sample is filled as soon as its time has passed, so
-    the owner calls `fill` whenever its state is about to change, or has changed with the
-    time."""
+    """The samples of one owner of state. A sample gets the state at its time. So the owner
+    calls `fill` whenever its state is about to change, or has changed because time has
+    passed."""
 
     def __init__(self, times: Times) -> None:
         self._times = times

@@ -259,7 +259,7 @@ def attend_decodes(
 
 def fits(pool: Tensor, variant: Variant, num_rows: int) -> bool:
     """Whether TMA can load the tiles of a pool, attention is plain or windowed, and this kernel
-    is faster for so many rows."""
+    is faster for this many rows."""
     block_tokens, _, dim = pool.shape[3:]
     return (
         variant.softcap is None

@@ -9,7 +9,7 @@ from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.latent import RotaryPairs, rotate_queries, rotate_rows
 
 MAX_HEAD_ROWS = 4
-"""Most rows for which this is used: each reads the weight again, from the cache."""
+"""Most rows for which these kernels are used: each row reads the weight again, from the cache."""
 
 _OUTPUTS = 32
 """Outputs of a program."""
@@ -87,8 +87,9 @@ def absorb(
     query: Tensor,
     pairs: RotaryPairs,
 ) -> None:
-    """Absorbed queries of latent attention, `[rows, heads, latent + rotated]`, from queries
-    `[rows, heads * (plain + rotated)]` in rows that may be strided, in one kernel for few rows."""
+    """Absorbed queries of latent attention, `[rows, heads, latent + rotated]`, in one kernel
+    for few rows. They come from queries `[rows, heads * (plain + rotated)]`, whose rows may be
+    strided."""
     heads, plain, latent = weight.shape
     rotated = 2 * table[0].shape[1]
     if len(packed) > MAX_HEAD_ROWS:

@@ -33,8 +33,8 @@ _NARROW_TILE = 16
 
 @triton.jit
 def _input_pairs(x, norm_weight, at, there, NORMED: tl.constexpr):
-    """The inputs of each 64-bit word of a line as pairs of float16, what products with them must be multiplied
-    by, and sums of squares."""
+    """The inputs of each 64-bit word of a line as pairs of float16, the factor for products
+    with them, and sums of squares."""
     place = at // 2 * 32 + at % 2 * 4
     squares = tl.zeros([at.shape[0]], tl.float32)
     a0, a1, a2, a3, squares = four_inputs(x, norm_weight, place, there, squares, NORMED)

@@ -65,8 +65,8 @@ class _Lists(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A tile of queries of one head. Its first query is `token` in the batch, `first` in its row,
-    and `count` of the row are left; it sees keys before `end`."""
+    """A tile of queries of one head. Its first query has the index `token` in the batch and
+    `first` in its row; `count` queries of the row are left. The tile sees keys before `end`."""
 
     exists: Any
     head: Any

@@ -56,8 +56,9 @@ class _Lists(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A part of the keys of a tile of queries of two heads. The tile's first query is `token` in
-    the batch and `first` in its row; the part has keys `[begin, end)` or none."""
+    """A part of the keys of a tile of queries of two heads. The tile's first query has the
+    index `token` in the batch and `first` in its row. The part has the keys `[begin, end)`, or
+    none."""
 
     exists: Any
     has_keys: Any

@@ -14,7 +14,7 @@ from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.fp8 import power_of_two, scale_exponent
 
 _FEW_ROWS, _FEW_HEADS, _MANY_HEADS = 64, 4, 16
-"""Up to so many rows, a program has few heads, so that there are enough programs."""
+"""Up to this many rows, a program has few heads, so that there are enough programs."""
 
 
 class HeadNorms(NamedTuple):

@@ -29,7 +29,7 @@ def _embed(tokens, carry, chosen, table, out, scale, HIDDEN: tl.constexpr, BLOCK
 def embed(
     tokens: Tensor, carry: Tensor, chosen: Tensor, table: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Rows of `table` for `tokens`, times `scale`; if `carry` is not -1, the token is that
+    """Rows of `table` for `tokens`, times `scale`. A token whose `carry` is not -1 is that
     entry of `chosen`."""
     hidden = table.shape[1]
     out = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)

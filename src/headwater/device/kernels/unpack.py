@@ -175,7 +175,8 @@ def e2m1_products(w, a, b, c, d, e, f, g, h):  # noqa: ANN201 - Triton's own typ
 
 @triton.jit
 def e4m3_products(w, a, b, c, d):  # noqa: ANN201 - Triton's own types
-    """The same for the 8 e4m3 numbers of 64 bits and four pairs of inputs, not too small."""
+    """The sum of products of the 8 e4m3 numbers of 64 bits and four pairs of inputs. It needs
+    no correction."""
     return tl.inline_asm_elementwise(
         _E4M3_PRODUCTS, "=f,l,r,r,r,r", [w, a, b, c, d], dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
@@ -193,7 +194,7 @@ def int4_integers(w, zero):  # noqa: ANN201 - Triton's own types
 
 @triton.jit
 def int4_numbers(w, zero, scale):  # noqa: ANN201 - Triton's own types
-    """The same times `scale`."""
+    """Like `int4_integers`, times `scale`."""
     asm: tl.constexpr = _SCALED_BFLOAT16 if zero.dtype == tl.bfloat16 else _SCALED_FLOAT16
     return tl.inline_asm_elementwise(
         asm, "=&r,=&r,=&r,=&r,r,r,r", [w, zero, scale],

@@ -124,7 +124,8 @@ class HeadwaterEngine(LLMEngine):
                 yield chunk
 
     async def abort(self, context: Any) -> None:  # noqa: ANN401 - Dynamo's
-        """Closing the stream of a request aborts it; Dynamo ends `generate` itself."""
+        """Nothing to do: Dynamo ends `generate`, which closes the stream of the request, and so
+        aborts it."""
 
     async def kv_event_sources(self) -> list[Any]:
         return [ZmqSource(endpoint=self._server.events_endpoint, topic="", dp_rank=0)]

@@ -46,8 +46,8 @@ class ConnectorWorker:
         self._pages = pages
         self._identity = identity
         self.slab = HostSlab(num_slots, pages.block_bytes)
-        # A write to every page allocates it now. Allocated by the copies after a step, the
-        # pages made these ten times as slow.
+        # This write allocates every page now. Copies after a step that had to allocate pages
+        # were ten times as slow.
         np.frombuffer(self.slab.memory, dtype=np.uint8)[::PAGE_BYTES] = 0
         pages.bind(self.slab)
         self.storage: StorageJobs | None = None

@@ -70,8 +70,8 @@ class SessionCachePolicy(CachePolicy):
         self._entries: dict[OffloadKey, _Entry] = {}
         self._order: EvictionPolicy | None = None
         self._unordered: dict[Node, None] = {}
-        """Nodes that may be evicted but are in no order yet: their request has not finished, and
-        when it has, they get their marks and their places at once."""
+        """Nodes that may be evicted but have no place in the order yet, because their request
+        has not finished. When it finishes, they get their marks and places together."""
         self._chunk_tokens = 0
         self._last = 0
 
@@ -141,7 +141,7 @@ class SessionCachePolicy(CachePolicy):
         if len(chosen) < n:
             for node in chosen:
                 self._enter_tier(node)
-        del candidates  # it puts back entries that were offered but not taken
+        del candidates  # ending it puts back entries that were offered but not taken
         if len(chosen) < n:
             return None
         self._evictable.discard_all(chosen)
