@@ -10,7 +10,8 @@ from llguidance import LLMatcher
 from headwater.clock import SystemClock, VirtualClock
 from headwater.device.builtin import ensure
 from headwater.engine.grammar import GrammarCompiler
-from headwater.engine.masks import MaskedRow, MaskWorkers, StepMasks
+from headwater.engine import masks
+from headwater.engine.masks import MaskedRow, MaskState, MaskWorkers, StepMasks
 from headwater.engine.structured import StructuredOutput
 from headwater.engine.tokenizer import Tokenizer
 from headwater.types import RequestId
@@ -189,6 +190,74 @@ def test_a_slow_mask_does_not_delay_those_before_it_in_its_group(
 
     released.set()
     assert take(workers, *rows, until=3).late == []
+
+
+@pytest.mark.parametrize(("is_alone", "longest_s"), [(True, 0.025), (False, 0.0021)])
+def test_masks_that_never_come_hold_the_loop_for_a_bounded_time(
+    compiler, monkeypatch, is_alone, longest_s
+):
+    """With rows of all kinds, a step waits for at most 25 ms, and for 2 ms if another row can
+    choose a token."""
+    waits = []
+    monkeypatch.setattr(masks, "wait", lambda futures, timeout, **_: waits.append(timeout))
+    workers = MaskWorkers(compiler, VirtualClock(), max_states=4)
+    monkeypatch.setattr(workers, "_make", lambda *_: compiler.released.wait(30))
+    rows = [row(0, DIGITS, "1"), row(1, LETTERS, ""), row(2, LETTERS, "a")]
+    known = workers._state(rows[0])
+    known.is_slow, known.seen = False, rows[0].output[:0]
+    for _ in range(3):
+        waits.clear()
+        found = workers.begin(rows).take(is_alone=is_alone)
+        assert sorted(found.late) == [0, 1, 2]
+        assert sum(waits) <= longest_s
+    compiler.released.set()
+    workers.close()
+
+
+def test_a_mask_that_is_begun_while_the_last_one_ends_is_not_taken_before_it_is_made(
+    workers, monkeypatch
+):
+    """The loop may run between any two lines of a worker. It finds either the mask that is
+    ready or a late one, never the words of a mask that nothing has written yet."""
+    held = threading.Event()
+    pending = []
+
+    class Interrupted(MaskState):
+        """The loop begins the row again as soon as its worker has ended."""
+
+        __slots__ = ("_busy",)
+
+        @property
+        def is_busy(self) -> bool:
+            return self._busy
+
+        @is_busy.setter
+        def is_busy(self, value: bool) -> None:
+            self._busy = value
+            name = threading.current_thread().name
+            if not value and name.startswith("masks") and not pending:
+                pending.append(workers.begin([late]))
+
+    monkeypatch.setattr(masks, "MaskState", Interrupted)
+    for output in ("", "9"):
+        take(workers, row(0, DIGITS, output))
+    pending.clear()
+    late = row(0, DIGITS, "99")
+    make = workers._make
+
+    def make_second_late(*call):
+        if pending:
+            assert held.wait(30)
+        make(*call)
+
+    monkeypatch.setattr(workers, "_make", make_second_late)
+    first = workers.begin([late])
+    workers._states[late.request_id].future.result(30)
+    assert pending
+    for begun in (first, *pending):
+        found = begun.take(is_alone=False, grace_s=0.0)
+        assert found.late == [0] or allowed(found.words[0]) == set(b"0123456789")
+    held.set()
 
 
 @pytest.mark.parametrize(

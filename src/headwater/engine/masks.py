@@ -36,8 +36,10 @@ _SLOW_S = 0.003
 _GRACE_S = 0.002
 """Longest wait for masks when the step has ended and other rows wait."""
 
-_ALONE_S = 0.050
-"""Longest wait for a first mask when no row of the step could choose a token."""
+_ALONE_S = 0.020
+"""Longest wait for a first mask when no row of the step could choose a token: about the longest
+time of a mask within the limits of a grammar. The engine's loop is held during this wait, so new
+requests and control operations wait too."""
 
 
 class MaskedRow(NamedTuple):
@@ -77,8 +79,8 @@ class MaskState:
         """Output tokens that the matcher has consumed; None before the first mask."""
         self.words: MaskWords | None = None
         self.made_for: int | None = None
-        """`words` are the mask after this many of `seen`. A worker writes it last, so a state
-        that has it can be read although the rest of its group is still being made."""
+        """`words` are the mask after this many of `seen`. A worker writes it after `words`, so a
+        state that has it can be read although the rest of its group is still being made."""
         self.error: str | None = None
         self.is_slow = True
         """True until a mask was fast once, because compilation may take long."""
@@ -193,8 +195,11 @@ class MaskWorkers:
             state.error = f"the mask could not be made: {exc}"
         state.is_slow = is_new or self._clock.now() - began > _SLOW_S
         state.words = words
+        if state.error is None:
+            state.made_for = len(row.output)
+        # Last: from here on the loop may begin another mask. If it did before `made_for` is
+        # written, it would take this mask's state for that of the mask which it has just begun.
         state.is_busy = False
-        state.made_for = len(row.output)
 
     def _consume(self, state: MaskState, output: Tokens) -> None:
         """Consume `output` up to its end; start from the beginning if necessary."""
@@ -231,7 +236,8 @@ class PendingMasks:
 
     def take(self, *, is_alone: bool, grace_s: float = _GRACE_S) -> StepMasks:
         """The masks that are ready now or within `grace_s`. `is_alone` means that every row of
-        the step has a grammar, so a longer wait delays no other row."""
+        the step has a grammar, so a longer wait, of `2 * grace_s + _ALONE_S` at most, delays no
+        other row."""
         group = {state.future for _, state in self._together[:1] if state.future is not None}
         wait(group | self._begun, timeout=grace_s)
         if is_alone:
