@@ -369,11 +369,11 @@ def test_the_length_of_finished_choices_is_checked():
 def test_a_stream_is_resumed_without_parsing_its_body_again():
     """The field is appended to the text; a parser takes the last of two equal fields."""
     progress = StreamProgress()
-    progress.strip(b': headwater {"tokens":[7],"seed":1}\ndata: {}\n\n')
+    progress.strip(b': headwater {"tokens":[7],"seed":1,"created":9}\ndata: {}\n\n')
 
     for raw in (b'{"prompt": "x"}', b' {"prompt": "x" } \n', b"{}"):
         added = json.loads(progress.body(raw))["continue_choices"]
-        assert added == [{"token_ids": [7], "seed": 1, "has_ended": False}]
+        assert added == [{"token_ids": [7], "seed": 1, "created": 9, "has_ended": False}]
     again = b'{"prompt":"x","continue_choices":[{"token_ids":[5],"seed":1}]}'
     assert json.loads(progress.body(again))["continue_choices"][0]["token_ids"] == [5, 7]
 
