@@ -63,3 +63,19 @@ def test_a_folder_that_cannot_be_used_prevents_no_start(
         assert claims is None
 
     assert "may choose the same memory" in caplog.text
+
+
+def test_a_start_that_holds_the_folder_is_not_waited_for_without_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A stopped process keeps its lock. Later engines start all the same, and see the claims
+    made so far."""
+    with open_claims(tmp_path) as held:
+        assert held is not None
+        claim = held.add(60 << 30)
+        with open_claims(tmp_path, timeout_s=0.01) as claims:
+            assert claims is not None
+            assert claims.num_bytes == 60 << 30
+    claim.withdraw()
+
+    assert "chooses its memory for too long" in caplog.text

@@ -102,8 +102,8 @@ def test_threads_that_come_back_do_not_add_up() -> None:
     threads.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
-def test_a_lost_thread_has_the_lowest_priority_and_takes_no_further_call() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has an idle policy")
+def test_a_lost_thread_runs_on_idle_cores_only_and_takes_no_further_call() -> None:
     """A library that waits in a busy loop would otherwise take a core from the engine."""
     threads, gate, hung = IoThreads("test", 1), Event(), []
 
@@ -111,20 +111,20 @@ def test_a_lost_thread_has_the_lowest_priority_and_takes_no_further_call() -> No
         hung.append(get_native_id())
         gate.wait()
 
-    def priority() -> tuple[int, int]:
-        return get_native_id(), os.getpriority(os.PRIO_PROCESS, get_native_id())
+    def policy() -> tuple[int, int]:
+        return get_native_id(), os.sched_getscheduler(get_native_id())
 
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    assert threads.run([priority], timeout_s=5)[0][1] == usual
+    usual = os.sched_getscheduler(0)
+    assert threads.run([policy], timeout_s=5)[0][1] == usual
     with pytest.raises(StorageTimeout) as caught:
         threads.run([hang], timeout_s=0.05)
 
-    assert os.getpriority(os.PRIO_PROCESS, hung[0]) == 19
+    assert os.sched_getscheduler(hung[0]) == os.SCHED_IDLE
     gate.set()
     assert caught.value.quiet is not None
     assert caught.value.quiet.wait(5)
     for _ in range(8):
-        [(thread, level)] = threads.run([priority], timeout_s=5)
+        [(thread, level)] = threads.run([policy], timeout_s=5)
         assert thread != hung[0]
         assert level == usual
     threads.close()

@@ -8,7 +8,9 @@ is allocated and no longer free:
     lock the folder ── free − claims of others ──▶ size ── claim ── unlock ── allocate ── withdraw
 
 The owner of a claim keeps its file locked. The kernel releases the lock when the owner dies, and the
-next reader removes the file. Engines of other users or with another temporary folder are not seen.
+next reader removes the file. A start that holds the folder too long is not waited for: a stopped
+process would stop all later ones. Engines of other users or with another temporary folder are not
+seen.
 """
 
 import fcntl
@@ -20,10 +22,17 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
+
+from headwater.clock import SystemClock
 
 log = logging.getLogger(__name__)
 
+LOCK_TIMEOUT_S = 30.0
+"""Time to wait for other engines that choose. One takes milliseconds."""
+
 _LOCK = "lock"
+_LOCK_POLL_S = 0.02
 _FLAGS = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -42,7 +51,7 @@ class Claim:
 
 
 class Claims:
-    """The claims of a folder, while no other engine chooses."""
+    """The claims of a folder. While the folder is locked, no other engine chooses."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,9 +66,11 @@ class Claims:
 
 
 @contextmanager
-def open_claims(folder: Path | None = None) -> Iterator[Claims | None]:
-    """The claims of this machine; other engines wait until the block ends. None if the folder
-    cannot be used."""
+def open_claims(
+    folder: Path | None = None, *, timeout_s: float = LOCK_TIMEOUT_S
+) -> Iterator[Claims | None]:
+    """The claims of this machine; other engines wait until the block ends, `timeout_s` at most.
+    After that they see the claims made so far. None if the folder cannot be used."""
     try:
         folder = folder or _default_folder()
         lock = os.open(folder / _LOCK, _FLAGS, 0o600)
@@ -68,10 +79,29 @@ def open_claims(folder: Path | None = None) -> Iterator[Claims | None]:
         yield None
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _lock(lock, timeout_s):
+            log.warning(
+                "another engine chooses its memory for too long; both may choose the same: "
+                "folder=%s waited_s=%g",
+                *(folder, timeout_s),
+            )
         yield Claims(folder)
     finally:
         os.close(lock)
+
+
+def _lock(file: int, timeout_s: float) -> bool:
+    clock = SystemClock()
+    end_s = clock.now() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if clock.now() >= end_s:
+                return False
+            Event().wait(_LOCK_POLL_S)
+        else:
+            return True
 
 
 def _end(path: Path, file: int) -> None:

@@ -3,8 +3,9 @@
 A call in the kernel or in a C++ library cannot be interrupted. It runs in one of these threads.
 When its deadline passes, the caller gets StorageTimeout with an event that is set when the call
 has returned. Until then its thread is lost; another thread replaces it, up to a bound. A lost
-thread has the lowest priority, because some libraries wait in a busy loop: a Mooncake call whose
-peer is stopped takes a whole core for a minute.
+thread runs only on cores that are idle otherwise, because some libraries wait in a busy loop: a
+Mooncake call whose peer is stopped takes a whole core for a minute. The lowest priority alone
+would leave such threads a share of each core, and a thread that wakes up waits for their slices.
 """
 
 import contextlib
@@ -21,8 +22,6 @@ T = TypeVar("T")
 
 MAX_LOST = 16
 """Lost threads of one backend that are replaced."""
-
-_LOWEST_PRIORITY = 19
 
 
 class IoThreads:
@@ -97,7 +96,7 @@ class IoThreads:
             return
         for thread in threads:
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_PRIORITY)
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -110,7 +109,7 @@ class IoThreads:
                 self._num_lost -= was_lost
                 self._changed.notify_all()
                 if was_lost:
-                    # It may not raise its priority again, and a thread that it starts would
+                    # It may not leave the idle policy again, and a thread that it starts would
                     # have the same one: the next `run` starts another.
                     self._num_alive -= 1
                     return
