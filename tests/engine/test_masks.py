@@ -9,8 +9,8 @@ from llguidance import LLMatcher
 
 from headwater.clock import SystemClock, VirtualClock
 from headwater.device.builtin import ensure
-from headwater.engine.grammar import GrammarCompiler
 from headwater.engine import masks
+from headwater.engine.grammar import GrammarCompiler
 from headwater.engine.masks import MaskedRow, MaskState, MaskWorkers, StepMasks
 from headwater.engine.structured import StructuredOutput
 from headwater.engine.tokenizer import Tokenizer
