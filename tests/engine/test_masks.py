@@ -220,7 +220,7 @@ def test_a_mask_that_is_begun_while_the_last_one_ends_is_not_taken_before_it_is_
     """The loop may run between any two lines of a worker. It finds either the mask that is
     ready or a late one, never the words of a mask that nothing has written yet."""
     held = threading.Event()
-    pending = []
+    pending: list[StepMasks] = []
 
     class Interrupted(MaskState):
         """The loop begins the row again as soon as its worker has ended."""
