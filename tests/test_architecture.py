@@ -5,14 +5,15 @@ import re
 import subprocess
 import sys
 import typing
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 from headwater.cache import CacheConfig, TieredCache
 
-SOURCE = Path(__file__).parent.parent / "src" / "headwater"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "headwater"
 LONGEST = 400
 LONGEST_KERNEL = 550
 """Triton inlines the device functions of a kernel; they are read and changed together."""
@@ -21,6 +22,10 @@ WORD_ENDING = re.compile(r"(ings?|ers?|ors?|ed|ies|es|s|e|y)$")
 
 SIMILAR_MODULES: set[tuple[str, str, str]] = set()
 """Pairs that are still to be renamed. It stays empty."""
+
+
+CALLED_BY_OTHERS = {"capture_signals", "lease_end_s"}
+"""A method that uvicorn calls, and the state of a hand-off that only tests ask for."""
 
 
 def test_the_core_imports_without_torch_and_without_server_libraries():
@@ -101,6 +106,45 @@ def test_code_outside_the_cache_uses_methods_of_the_tiered_cache_only():
     ]
 
     assert reached == []
+
+
+def test_a_control_verb_is_in_five_files_at_most():
+    """Closing a session: its endpoint, its message, the engine that executes it, and the cache."""
+    verb = re.compile(r"\b(CloseSession\w*|close_session)\b")
+    files = [
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if verb.search(path.read_text(encoding="utf-8"))
+    ]
+
+    assert 3 <= len(files) <= 5, files
+
+
+def test_every_function_and_class_is_used():
+    """A name that only its definition has is dead code. Plug-ins implement the interfaces of
+    other engines, and `headwater.testing` is for tests."""
+    words: Counter[str] = Counter()
+    for top in ("src", "benchmarks", "scripts"):
+        for path in (ROOT / top).rglob("*"):
+            if path.suffix in (".py", "") and path.is_file():
+                words.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    unused = {
+        node.name
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] not in ("plugins", "testing")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and words[node.name] == 1
+        and not node.name.startswith("__")
+    }
+
+    assert {name for name in unused if not is_command(name)} == CALLED_BY_OTHERS
+
+
+def is_command(name):
+    """`headwater NAME` calls `run_NAME` of `cli/NAME.py`."""
+    command = name.removeprefix("run_")
+    return name != command and (SOURCE / "cli" / f"{command}.py").exists()
 
 
 def test_no_method_of_the_tiered_cache_returns_one_of_its_parts():

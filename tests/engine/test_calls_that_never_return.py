@@ -6,7 +6,7 @@ slot is returned when the lost calls end. Lost calls never hold device slots.
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -23,14 +23,12 @@ from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.testing.faults import Fault, FaultyStorage
 from headwater.testing.tiers import EchoTiers, echo_format
 from tests.engine.matrix import (
-    BACKENDS,
     BLOCK_TOKENS,
     LINKS,
     PROMPT,
     STUCK_S,
     Bench,
     finish,
-    open_bench,
     serve,
     storage_of,
     stored,
@@ -40,20 +38,6 @@ from tests.storage.conftest import MooncakeLender, MooncakeMaster, RedisServer
 SHORT_S = 0.05
 NUM_PROMPTS = 16
 BREAKER = BreakerConfig(recovery_s=60.0)
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def bench(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
-    yield from open_bench(request.param, tmp_path_factory.mktemp("medium"))
-
-
-@pytest.fixture(scope="module")
-def backend(bench: Bench) -> Iterator[StorageBackend]:
-    backend = bench.open()
-    yield backend
-    backend.close()
 
 
 def prompt_of(number: int) -> list[int]:

@@ -4,7 +4,6 @@ In each cell the tokens are those of an uncached run, every request ends, every 
 returned, and the fault is counted by its reason.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,20 +42,6 @@ DAMAGE = {
     Fault.SWAPPED: {"other_key"},
     Fault.OTHER_MODEL: {"other_model"},
 }
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def bench(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
-    yield from open_bench(request.param, tmp_path_factory.mktemp("medium"))
-
-
-@pytest.fixture(scope="module")
-def backend(bench: Bench) -> Iterator[StorageBackend]:
-    backend = bench.open()
-    yield backend
-    backend.close()
 
 
 def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBackend) -> None:

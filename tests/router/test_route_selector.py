@@ -21,7 +21,7 @@ class KnownInstances:
         self.clock = VirtualClock()
         config = RouterConfig(peer_token="between-us")
         self.registry = make_registry(self.clock, config)
-        self.chooser = RouteSelector(config, self.registry, self.clock)
+        self.selector = RouteSelector(config, self.registry, self.clock)
         self.entries = {name: self.add(name, role) for name, role in roles.items()}
 
     def add(self, name: str, role: str, **changes: Any) -> Instance:
@@ -39,7 +39,7 @@ class KnownInstances:
         return PromptPaths(by_group={e.group: path for e in self.registry.instances})
 
     def pair(self, path: PromptPath = LONG, tried=()) -> tuple[str, str] | None:
-        route = self.chooser.choose(self.paths(path), tried)
+        route = self.selector.choose(self.paths(path), tried)
         if route is None:
             return None
         return route.server.name, "" if route.prefill is None else route.prefill.name
@@ -87,8 +87,8 @@ def test_tried_draining_and_silent_instances_are_skipped():
 def test_the_last_prefill_instance_may_be_replaced():
     """Lesson 56: if it refuses, no other one is left."""
     known = KnownInstances(p="prefill", q="prefill", d="decode")
-    both = known.chooser.choose(known.paths(LONG), ())
-    last = known.chooser.choose(known.paths(LONG), [known.entries["p"]])
+    both = known.selector.choose(known.paths(LONG), ())
+    last = known.selector.choose(known.paths(LONG), [known.entries["p"]])
 
     assert both is not None
     assert last is not None
@@ -134,11 +134,11 @@ def test_each_group_is_matched_with_its_own_hashes():
         by_group={g: PromptPath(num_tokens=500, hashes=h) for g, h in hashes.items()}
     )
 
-    route = known.chooser.choose(paths, ())
+    route = known.selector.choose(paths, ())
 
     assert route is not None
     assert (route.server, route.cached_tokens) == (old, 480)
-    alone = known.chooser.choose(paths, [old])
+    alone = known.selector.choose(paths, [old])
     assert alone is not None
     assert (alone.server, alone.cached_tokens, alone.uncached_tokens) == (new, 0, 500)
 
@@ -149,8 +149,8 @@ def test_a_stream_that_has_begun_stays_in_its_group():
     known.add("new", "mixed", fingerprint="other weights")
     old = known.entries["old"]
 
-    assert known.chooser.choose(known.paths(LONG), [old], group=old.group) is None
-    assert known.chooser.choose(known.paths(LONG), [old]) is not None
+    assert known.selector.choose(known.paths(LONG), [old], group=old.group) is None
+    assert known.selector.choose(known.paths(LONG), [old]) is not None
 
 
 def test_a_request_goes_to_the_group_that_serves_its_model():
@@ -163,7 +163,7 @@ def test_a_request_goes_to_the_group_that_serves_its_model():
         paths = PromptPaths(model=name)
         found = set()
         for _ in range(4):
-            route = known.chooser.choose(paths, ())
+            route = known.selector.choose(paths, ())
             assert route is not None
             found.add(route.server.name)
             route.server.num_alive += 1

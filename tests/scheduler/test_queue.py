@@ -99,17 +99,17 @@ def make_line(kind: str, num_waiting: int) -> Harness:
         *(make_request(f"r{n}", make_prompt(16, family=n), max_tokens=60) for n in range(8))
     )
     harness.steps(30)
-    if kind == "following":
-        harness.add(make_request("leader", make_prompt(200, family=9)))
+    if kind == "sharing":
+        harness.add(make_request("source", make_prompt(200, family=9)))
         harness.step()
-    prompt = make_prompt(200, family=9) if kind == "following" else make_prompt(900, family=9)
+    prompt = make_prompt(200, family=9) if kind == "sharing" else make_prompt(900, family=9)
     for number in range(num_waiting):
         harness.add(make_request(f"w{number}", [*prompt, number % 40]))
     harness.step()
     return harness
 
 
-@pytest.mark.parametrize("kind", ["full", "blocked", "following"])
+@pytest.mark.parametrize("kind", ["full", "blocked", "sharing"])
 def test_a_step_costs_the_same_however_many_wait(kind: str) -> None:
     """The cost of a step depends on running sequences: a queue 30 times as long is neither
     scanned nor copied, whether it waits for a place, for room, or for another sequence's
@@ -124,7 +124,7 @@ def test_a_step_costs_the_same_however_many_wait(kind: str) -> None:
 def test_a_bounded_number_of_sequences_that_wait_for_a_prefix_is_examined() -> None:
     """Beyond four for each place the queue is not examined; when their prefix is ready, all are
     served."""
-    harness = make_line("following", 100)
+    harness = make_line("sharing", 100)
 
     assert harness.scheduler.stats().num_prefix_waits == 64
     harness.run()
