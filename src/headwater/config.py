@@ -111,8 +111,8 @@ class PeersConfig:
 
     max_inflight: int = 64
     lease_s: float = 10.0
-    """Most prompts that are computed for other instances at once; and how long a lease lives
-    without a heartbeat."""
+    """Maximum number of prompts that are computed for other instances at once; and how long a
+    lease lives without a heartbeat."""
 
     def __post_init__(self) -> None:
         _one_of("--splitwise-role", self.role, ROLES)
@@ -153,15 +153,15 @@ class EngineConfig:
     """Tokens in a block, the unit of matching, eviction and transfer."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None means the length the model was trained
-    for."""
+    """Maximum number of tokens of prompt and output together; None means the length the model
+    was trained for."""
 
     max_num_seqs: int | None = None
-    """Most sequences computed in one step; None chooses from device and model."""
+    """Maximum number of sequences computed in one step; None chooses from device and model."""
 
     max_batched_tokens: int | None = None
-    """Most tokens computed in one step; longer prompts are computed in chunks. None chooses a
-    value."""
+    """Maximum number of tokens computed in one step; longer prompts are computed in chunks.
+    None chooses a value."""
 
     max_itl_ms: float | None = None
     """Target in milliseconds for the time between tokens while prompts are computed. None means
@@ -211,8 +211,8 @@ class EngineConfig:
     evicted, or never."""
 
     save_preempted: bool = True
-    """Whether the blocks of a preempted sequence are written to the host, whatever the
-    policy."""
+    """Whether the blocks of a preempted sequence are written to the host, whatever the write
+    policy is."""
 
     load_policy: LoadPolicy = "priced"
     """Default for requests: what to do about blocks in lower tiers."""

@@ -104,7 +104,8 @@ def test_two_steps_may_be_in_flight(
 def test_a_vocabulary_that_cannot_be_split_evenly_is_split_all_the_same(
     tmp_path: Path, two_ranks: RankHarness
 ) -> None:
-    """Parts of embedding and output layer differ by one token; so do parts of an MLP."""
+    """The parts of the embedding and of the output layer differ by one token, and the parts of
+    an MLP by one row."""
     _compare(two_ranks, save_family("llama", tmp_path, vocab_size=127, intermediate_size=95))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headwater.replay.ceiling import reusable_tokens
-from headwater.replay.report import make_report, only_grew
+from headwater.replay.report import kept_growing, make_report
 from headwater.replay.simulator import Simulator
 from tests.replay.traces import gib, make_config, make_request
 
@@ -31,9 +31,9 @@ from tests.replay.traces import gib, make_config, make_request
         "none",
     ],
 )
-def test_a_queue_that_only_grew_is_an_overload(waiting, expected):
+def test_a_queue_that_kept_growing_is_an_overload(waiting, expected):
     """A burst, waves or a constant queue are not an overload: the machines catch up."""
-    assert only_grew(waiting) is expected
+    assert kept_growing(waiting) is expected
 
 
 def test_a_queue_that_grows_until_the_last_arrival_is_an_overload_though_it_is_worked_off():

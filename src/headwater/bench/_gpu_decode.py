@@ -23,8 +23,8 @@ _SKIPPED = 4
 
 _JOB_BLOCKS = 32
 _JOBS = 8
-"""Most copies in flight. The loop starts copies only between steps, so they must last for one
-step."""
+"""Maximum number of copies in flight. The loop starts copies only between steps, so they must
+last for one step."""
 
 _PACE_GB_S = 41.5
 """Rate of copies during decode: the figures are for this rate, not for a full link."""

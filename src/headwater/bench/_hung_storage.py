@@ -56,8 +56,8 @@ class HungStorage(ForwardingStorage):
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
-        """Settings are the `medium`, the list `hung`, which its owner may change, and `made`, which
-        is set at the first call that is in that list."""
+        """Settings: `medium`; the list `hung`, which its owner may change; and the event
+        `made`, which is set at the first call of that list."""
         medium: StoppableMedium = settings["medium"]
         if "open" in settings["hung"]:
             medium.hang()
@@ -215,7 +215,7 @@ class _Cell:
         return lost
 
     def close_s(self) -> float:
-        """Seconds until the engine is closed although its storage stopped while it served."""
+        """Seconds to close the engine, whose storage stopped while it served."""
         for prompt in _stored(self._work, self.engine):
             self.engine.serve([prompt], max_tokens=1)
         self._hung.append("close")

@@ -25,8 +25,9 @@ class MemorySamples:
     """Seconds, objects and blocks of the Python heap, and resident and mapped bytes; at most 600
     rows.
 
-    Pages of mapped memory become resident when they are first used, so resident memory approaches
-    the mapped memory for long though nothing leaks. A leak makes the mapped memory grow too.
+    Pages of mapped memory become resident when they are first used, so resident memory
+    approaches the mapped memory for a long time, even if nothing leaks. A leak makes the mapped
+    memory grow too.
     """
 
     def __init__(self) -> None:

@@ -153,8 +153,8 @@ def measure_pd(load: PDLoad, link: str, rounds: int) -> dict[str, Any]:
 
 
 def _over(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, float]:
-    """Time to first token, tokens per second and the slowest hundredth of times between tokens,
-    each turn divided by its neighbour; medians."""
+    """Ratios of time to first token, tokens per second and the slowest hundredth of times
+    between tokens. Each turn is divided by the turn beside it; the result is the median."""
     pairs = list(zip(ours, theirs, strict=True))
     return {
         "ttft": median(median(a.first_s) / median(b.first_s) for a, b in pairs),

@@ -22,7 +22,8 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class JobRecord:
-    """One job in flight and the nodes it concerns; those of one path root side first.
+    """One job in flight and the nodes it concerns; the nodes of one path are in order from the
+    root.
 
     A job describes blocks, never how they are divided into nodes: when a node is split, the
     segments are divided with it. Lookups and removals have no segments.

@@ -94,7 +94,7 @@ _Place: TypeAlias = tuple[int, int, bytes]
 class Ghosts:
     """Ghosts by place: the parent node, the depth, and the first block.
 
-    Namespaces have different roots, so only its own tenant can find a ghost. There are two
+    Namespaces have different roots, so a tenant can find only its own ghosts. There are two
     generations of up to half of the limit each: the older one is forgotten in one step, and
     adding needs no ordering.
     """

@@ -291,7 +291,7 @@ def _joined(parts: list[Slots]) -> Slots:
 
 
 def _segments(nodes: list[Node], start: int, count: int) -> list[Segment]:
-    """Blocks [start, start + count) of the path that `nodes` are, node by node."""
+    """Blocks [start, start + count) of the path that consists of `nodes`, node by node."""
     segments = []
     for node in nodes:
         first = max(start - node.start, 0)

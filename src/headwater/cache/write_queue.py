@@ -44,7 +44,7 @@ _BURST_MEMORY = 0.99
 """Factor by which the burst decays with each later step that takes blocks."""
 
 _LOOKS = 16
-"""The window is searched again when one part in this many of it has been used."""
+"""The window is searched again when one block in this many has been taken from it."""
 
 _SHORT_RUN = 16
 """Under `auto`, a running sequence has this many unwritten blocks before they are written."""
@@ -244,8 +244,8 @@ class WriteQueue:
             at = at.parent
 
     def add_path(self, node: Node) -> None:
-        """Queue the path that ends with `node`, whatever the policy says. The root side comes
-        first: a block on the host is of no use without those before it."""
+        """Queue the path that ends with `node`, whatever the policy says. The blocks nearest to
+        the root come first: a block on the host is of no use without those before it."""
         path: list[Node] = []
         at: Node | None = node
         while at is not None:

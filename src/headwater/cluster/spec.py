@@ -56,7 +56,7 @@ class RestartSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     """When a process that died is started again."""
 
     max_restarts: Count = 10
-    """Most deaths within `within_s`; a process that dies more often stays down."""
+    """Maximum number of deaths within `within_s`; a process that dies more often stays down."""
 
     within_s: Seconds = 600.0
     first_delay_s: Seconds = 1.0

@@ -11,7 +11,7 @@ CONTIGUOUS_SHARE = 1.0
 """Memory for contiguous buffers of decoding sequences on a CPU, as a share of the pool."""
 
 _MAX_CPU_BYTES = 4 << 30
-"""Most main memory of pool and buffers together, unless a number is given."""
+"""Maximum main memory of pool and buffers together, unless a number is given."""
 
 _WIDE_ROWS = 8192
 """Rows of a large step whose widest activations are in memory at the same time."""

@@ -22,7 +22,7 @@ from headwater.device.kv import Ints, KVPool
 from headwater.types import RequestId
 
 _MIN_BUFFER_TOKENS = 256
-"""Fewest tokens in a buffer."""
+"""Minimum number of tokens in a buffer."""
 
 _ALONE = 2.5
 """Cost of one token outside a buffer, whose block must be copied first."""

@@ -30,7 +30,8 @@ CLOSE_TIMEOUT_S = 10.0
 """Longest wait for one thread of a copier that is closed."""
 
 _PIECE_BLOCKS = 8
-"""Most blocks in one copy; between two copies other threads can use the processor."""
+"""Maximum number of blocks in one copy; between two copies other threads can use the
+processor."""
 
 
 class CpuCopier:

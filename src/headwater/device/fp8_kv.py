@@ -105,7 +105,8 @@ class Fp8KVPool(KVPool):
         self._exponents[at] = exponents
 
     def _get(self, layers: Tensor) -> Tensor:
-        """`[layers, planes, block_tokens, kv_heads, head_dim]` of these layers of blocks."""
+        """The KV of these rows, each one layer of one block: `[rows, planes, block_tokens,
+        kv_heads, head_dim]`."""
         codes = self._codes.index_select(0, layers).view(FP8)
         shape = (-1, self.planes, self.block_tokens, self.kv_heads)
         exponents = self._exponents.index_select(0, layers).view(shape)

@@ -45,8 +45,8 @@ class HostOps(Protocol):
         """`[heads, queries, head_dim]`: weighted values; weights of hidden keys are zero."""
 
     def causal_softmax(self, scores: Tensor, seen: int) -> None:
-        """Softmax in place, `[…, queries, keys]`: the first query sees `seen` keys, the next
-        one more."""
+        """Softmax in place, `[…, queries, keys]`: the first query sees `seen` keys, and each
+        further query one key more."""
 
 
 class TorchOps:

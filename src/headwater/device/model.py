@@ -57,7 +57,7 @@ class LoadedModel:
     head_dim: int
     vocab_size: int
     max_model_len: int
-    """Most tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
 
     eos_token_ids: tuple[int, ...]
     min_rows: int = 1
@@ -67,7 +67,8 @@ class LoadedModel:
     """2 for keys and values; 1 if one latent is stored for both (MLA)."""
 
     value_dim: int | None = None
-    """Leading elements of a stored latent that are the value; None if all of a head are."""
+    """Number of leading elements of a stored latent that are the value; None if the value is
+    the whole head."""
 
     has_fp8_kv: bool = False
     """Whether KV is stored in 8 bits, with a scale for each token and head."""

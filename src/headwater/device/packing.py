@@ -51,7 +51,7 @@ def pack(model: nn.Module, *, min_packed_weights: int = MIN_PACKED_WEIGHTS) -> b
 
 
 def min_rows(model: nn.Module) -> int:
-    """Fewest tokens of a step that are as fast as possible.
+    """Number of tokens to which a smaller step is padded, because it is faster that way.
 
     With experts it is 1: a padding token would cost more than arithmetic, because it would use
     experts.

@@ -53,7 +53,7 @@ class EngineInfo:
     """The directory of the tokenizer."""
 
     max_model_len: int
-    """Most tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
 
     vocab_size: int
     """Token ids are below this."""

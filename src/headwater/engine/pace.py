@@ -102,8 +102,9 @@ class StepCostEstimator:
         )
 
     def _expected_decode_s(self, num_rows: int) -> float:
-        """Seconds of a decode step: measured with about as many rows, or between measurements
-        with fewer and with more rows, or the nearest one; 0 before the first decode."""
+        """Seconds of a decode step: measured with about as many rows, or interpolated between
+        measurements with fewer and with more rows, or the nearest measurement; 0 before the
+        first decode."""
         size = num_rows.bit_length()
         if size in self._decode_s or not self._decode_s:
             return self._decode_s.get(size, 0.0)

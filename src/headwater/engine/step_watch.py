@@ -30,7 +30,8 @@ class StepWatch:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._usual_s: dict[int, float] = {}
-        """Average by size: steps with up to twice as many tokens share an entry."""
+        """Average duration by size of a step. The key is the number of bits of the token count,
+        so steps of 256 to 511 tokens share an entry."""
         self._last_tokens = 0
         self._num_slow = 0
         self._silent_until_s = float("-inf")

@@ -69,7 +69,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     """Settings for the function that builds the core."""
 
     max_queued: int = 1 << 30
-    """Most waiting sequences in addition to the running ones, over all workers."""
+    """Maximum number of waiting sequences in addition to the running ones, over all workers."""
 
     is_paused: bool = False
     """Whether an operator had paused the engine before."""

@@ -28,7 +28,7 @@ from headwater.server.connection_counts import make_counts_file
 log = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 10
-"""Most replacements of one worker within `WINDOW_S`."""
+"""Maximum number of replacements of one worker within `WINDOW_S`."""
 
 _SILENT_S = 30.0
 """A worker that does not answer for this time is stopped or hangs."""

@@ -44,7 +44,7 @@ class BlockIdentity:
     """Order of the bytes inside a block: layers, their shapes, the attention's layout."""
 
     shard: str
-    """The rank, and the parallel sizes, that wrote the bytes."""
+    """The rank that wrote the bytes, and the parallel sizes of its engine."""
 
     block_tokens: str
     """Tokens in a block, and in a hash if that differs."""

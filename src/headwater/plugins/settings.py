@@ -48,7 +48,8 @@ class PluginConfig:
     """Longest time for a write; no request waits for it."""
 
     max_waiting_writes: int = 4096
-    """Most blocks that wait to be written; those least likely to be used again are dropped."""
+    """Maximum number of blocks that wait to be written; those least likely to be used again are
+    dropped."""
 
     def __post_init__(self) -> None:
         if self.max_waiting_writes < 1:

@@ -84,8 +84,9 @@ class HeadwaterHiCache(HiCacheStorage):
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
-        """SGLang names every pool that a model needs. A prefix without all of them is of no use, so
-        a model with others than the KV cache is refused at the start."""
+        """SGLang names every pool that a model needs. A prefix without all of them is of no
+        use, so a model that needs other pools than that of the KV cache is refused at the
+        start."""
         if str(host_pool_name) != "kv":
             raise ConfigError(
                 f"the model keeps a pool {str(host_pool_name)!r} beside its KV cache, which this "

@@ -175,7 +175,7 @@ def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
 
 def _draw_queue(axes: "Axes", report: Report) -> None:
     overloaded = report["queue"]["overloaded"]
-    axes.set_title("Requests: overloaded, the queue only grew" if overloaded else "Requests")
+    axes.set_title("Requests: overloaded, the queue kept growing" if overloaded else "Requests")
     axes.set_ylabel("requests")
     axes.set_xlabel("minutes")
     series = report["over_time"]

@@ -25,8 +25,9 @@ from headwater.transfer.mover import Mover
 from headwater.types import RequestId, Tier
 
 _MAX_WAITING = 1024
-"""Most requests in the engine's own queue. More wait before it, as in a server, without their
-tokens: requests that far back could not be admitted anyway."""
+"""Maximum number of requests in the engine's own queue. Further requests wait outside the
+engine, as in a server, and without their tokens: requests so far back in the queue could not be
+admitted anyway."""
 
 
 class SimInstance:

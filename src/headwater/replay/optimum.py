@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from headwater.replay.trace import TraceRequest
 
 NEVER = 1 << 62
-"""A number that is later than that of any request."""
+"""A number above that of any request."""
 
 
 def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iterator[int]:

@@ -171,8 +171,8 @@ def _evaluate_all(
 
 
 def _mark_pareto(points: Sequence[Point]) -> None:
-    """Mark the Pareto front: no other deployment is at least as good and as cheap, and better
-    in one."""
+    """Mark the Pareto front: the deployments for which no other one is better at the same or a
+    lower price, or cheaper and at least as good."""
     for point in points:
         mine = -point["price"], value_of(point)
         point["pareto"] = not any(

@@ -238,12 +238,12 @@ def _queue(
     return {
         "mean_waiting": sum(waiting) / max(len(waiting), 1),
         "max_waiting": max(waiting, default=0.0),
-        "overloaded": only_grew(arriving),
+        "overloaded": kept_growing(arriving),
     }
 
 
-def only_grew(waiting: Sequence[float]) -> bool:
-    """Whether a queue only grew while requests arrived. Then the machines cannot serve this
+def kept_growing(waiting: Sequence[float]) -> bool:
+    """Whether a queue grew as long as requests arrived. Then the machines cannot serve this
     traffic, and latencies depend on the length of the trace. A burst that is worked off is not
     an overload."""
     most = max(waiting, default=0.0)

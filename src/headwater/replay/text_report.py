@@ -7,7 +7,7 @@ from headwater.replay.report import Report, size_text
 _SHARED = ("p50", "p90", "p99", "mean", "max")
 
 _OVERLOADED = (
-    "  OVERLOADED: the queue only grew while requests arrived, so latencies depend on the length "
+    "  OVERLOADED: the queue grew as long as requests arrived, so latencies depend on the length "
     "of the trace.\n  Give more instances (--instances), or slow the trace down (--speed 0.5)."
 )
 

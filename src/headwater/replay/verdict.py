@@ -54,7 +54,7 @@ def verdict(points: Sequence[Point], chosen: int | None) -> str:
 
 def _more(point: Point, best: Point) -> str:
     if best["price"] <= point["price"]:
-        return "no more expensive deployment is faster"
+        return "no deployment that costs more is faster"
     return (
         f"{best['name']} at {best['price'] / max(point['price'], 1e-9):.2f} times the price "
         f"changes the first-token p99 by {_change(point, best)}"

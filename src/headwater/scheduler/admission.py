@@ -84,12 +84,12 @@ def admits(*, num_needed: int, num_available: int, num_growth: int, num_running:
 
 
 _WAITERS_PER_PLACE = 4
-"""Most sequences that one step skips because they wait for a load or a prefix, for each
-sequence that may run.
+"""Maximum number of sequences that one step skips because they wait for a load or a prefix, for
+each sequence that may run.
 """
 
 _MAX_HELD = 32
-"""Most long prompts that one step skips."""
+"""Maximum number of long prompts that one step skips."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""

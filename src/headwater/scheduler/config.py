@@ -13,17 +13,17 @@ class SchedulerConfig:
     """Limits of a step, the order of waiting sequences, and what may be cached."""
 
     max_model_len: int
-    """Most tokens of one sequence, prompt and output together."""
+    """Maximum number of tokens of one sequence, prompt and output together."""
 
     max_num_seqs: int = 64
-    """Most sequences that run at once."""
+    """Maximum number of sequences that run at once."""
 
     max_batched_tokens: int = 2048
-    """Most tokens computed in one step; longer prompts are computed in chunks."""
+    """Maximum number of tokens computed in one step; longer prompts are computed in chunks."""
 
     long_prefill_tokens: int | None = None
-    """Most tokens of one prompt computed in one step, so that a long prompt leaves room for
-    others; None means as many as the step has."""
+    """Maximum number of tokens of one prompt computed in one step, so that a long prompt leaves
+    room for others; None means as many as the step has."""
 
     itl: ItlTarget | None = None
     """Target for the time between tokens while prompts are computed; None means no target."""
@@ -52,7 +52,8 @@ class SchedulerConfig:
     """How many blocked sequences are skipped in one step."""
 
     prefix_wait_min_blocks: int = 4
-    """Fewest blocks for which a new sequence waits while a running prefill computes them."""
+    """Minimum number of blocks for which a new sequence waits while a running prefill computes
+    them."""
 
     prefix_wait_timeout_s: float = 2.0
     """Longest wait for a prefix that another instance computes and sends. A prefill here has no
@@ -73,7 +74,7 @@ class SchedulerConfig:
     that its client announced; needs a host tier."""
 
     max_write_blocks: int = 64
-    """Most blocks that are being written to storage at once."""
+    """Maximum number of blocks that are being written to storage at once."""
 
     def __post_init__(self) -> None:
         _at_least(1, "max_write_blocks", self.max_write_blocks)

@@ -39,8 +39,8 @@ from headwater.types import Tier
 FinishOverlapped = Callable[[Sequence, JobOutcome, float], None]
 
 _MOST_JOBS = 8
-"""Most loads that are started for one sequence. Blocks that are evicted so often are not worth
-another load."""
+"""Maximum number of loads that are started for one sequence. Blocks that are evicted so often
+are not worth another load."""
 
 _MEAN_OF = 32
 """Number of recent sequences in the mean prompt length."""

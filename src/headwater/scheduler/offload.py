@@ -108,7 +108,8 @@ _PREFETCH_SHARE = 8
 """At most one device block in this many is being prefetched at once."""
 
 _MAX_SESSION_JOBS = 16
-"""Most loads for one session. Blocks that are evicted so often are not worth another load."""
+"""Maximum number of loads for one session. Blocks that are evicted so often are not worth
+another load."""
 
 
 class _Trial(NamedTuple):

@@ -37,8 +37,8 @@ CONTEXT_TOKENS = 32768
 About right for models of 1 to 70 billion weights; measurements correct the rest."""
 
 _MIN_CHUNK = 128
-"""Fewest prompt tokens of a step, whatever the target is, so that prompts always make
-progress."""
+"""Minimum number of prompt tokens of a step, whatever the target is, so that prompts always
+make progress."""
 
 _UNKNOWN_CHUNK = 512
 """Prompt tokens of a step while the cost of a token is not measured yet."""
@@ -51,15 +51,15 @@ _CHUNK_STEP = 64
 """Budgets are multiples of this: kernels compute tokens in tiles."""
 
 GRAPH_CHUNK_TOKENS = 256
-"""Most tokens of chunks that a GPU computes as decode rows, in a captured graph. Up to about here
-a product is bound by reading the weights."""
+"""Maximum number of tokens of chunks that a GPU computes as decode rows, in a captured graph.
+Up to about here a product is bound by reading the weights."""
 
 GRAPH_CHUNK_KEYS = 1 << 16
-"""Most keys that such rows may read. Reading them takes a tenth of the step of a model with 8
-billion weights; a chunk would read each key only once."""
+"""Maximum number of keys that such rows may read. Reading them takes a tenth of the step of a
+model with 8 billion weights; a chunk would read each key only once."""
 
 MAX_SHORT_STEPS = 8
-"""Most steps over which waiting short prompts are spread."""
+"""Maximum number of steps over which waiting short prompts are spread."""
 
 
 class StepCosts(NamedTuple):

@@ -52,7 +52,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
 
     min_tokens: int = 0
     """No end-of-sequence or stop token is sampled before this many tokens."""

@@ -138,7 +138,7 @@ class Preemption:
 _PREEMPTING, _FINISHED = SequenceState.PREEMPTING, SequenceState.FINISHED
 
 _MIN_COMMITS = 32
-"""Fewest output blocks that one step commits, if more are due."""
+"""One step commits at least this many output blocks, if so many are due."""
 
 
 class ResultApplier:

@@ -60,8 +60,8 @@ class Scheduler:
         self._block_tokens = cache.block_tokens
         pool_tokens = cache.config.device_blocks * cache.block_tokens
         self.max_model_len = min(config.max_model_len, pool_tokens + 1)
-        """Most tokens of one sequence. All except the last one must fit; the last one is never
-        computed."""
+        """Maximum number of tokens of one sequence. All except the last one must fit; the last
+        one is never computed."""
         self._has_lower_tiers = cache.config.host_blocks > 0
         self._totals = Totals()
         self._table = SequenceTable()

@@ -169,7 +169,8 @@ class Sequence:
         self.max_computed = num_tokens_end - 1
         """KV is never needed for more tokens: the last token is sampled and not computed."""
         self.max_committed = max_committed
-        """Most blocks that may be committed; fewer than all if output is not cached."""
+        """Maximum number of blocks that may be committed; fewer than all if output is not
+        cached."""
 
         self._block_tokens = block_tokens
         self._namespace, self._keys = Namespace(request.cache_salt), PathKeys()

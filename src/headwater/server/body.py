@@ -27,8 +27,8 @@ INLINE_BYTES = 512 * 1024
 """Bodies up to this length are parsed on the event loop, which takes milliseconds."""
 
 _INLINE_CONTAINERS = 20_000
-"""Most brackets of such a body. Many small lists take long to parse, because the cycle collector
-runs again and again while they are made."""
+"""Maximum number of brackets of such a body. Many small lists take long to parse, because the
+cycle collector runs again and again while they are made."""
 
 _PIECE_BYTES = 256 * 1024
 

@@ -17,8 +17,8 @@ MAX_VALUES = 200_000
 """Most JSON values of a long body beside its token ids."""
 
 MAX_FIELD_BYTES = 1 << 21
-"""Most bytes of a field that is not a prompt, such as `tools`: its JSON is read and written in single
-calls, which hold the interpreter lock for about 5 ms per MiB."""
+"""Maximum number of bytes of a field that is not a prompt, such as `tools`: its JSON is read
+and written in single calls, which hold the interpreter lock for about 5 ms per MiB."""
 
 _PROMPT_FIELDS = frozenset(
     {"continue_choices", "input", "instructions", "messages", "prompt", "system", "tokens"}

@@ -24,7 +24,8 @@ from headwater.server.schema import (
 from headwater.server.worker_pool import WorkerPool
 
 _MAX_IDS = 1 << 21
-"""Most token ids that one list may have, however long the context of the model is."""
+"""Maximum number of token ids that one list may have, however long the context of the model
+is."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -21,10 +21,11 @@ class ConnectionLimits:
     """Limits on connections, applied before a request is authenticated."""
 
     max_connections: int = 4096
-    """Most open connections. The process never uses its last file descriptors for them."""
+    """Maximum number of open connections. The process never uses its last file descriptors for
+    them."""
 
     max_connections_per_address: int = 1024
-    """Most open connections from one client address; loopback is not limited."""
+    """Maximum number of open connections from one client address; loopback is not limited."""
 
     max_header_bytes: int = 32 * 1024
     """Longest request line and headers of one request."""
@@ -52,34 +53,35 @@ class LimitsConfig:
     """Longest request body."""
 
     max_prompts: int = 256
-    """Most prompts in one completion request."""
+    """Maximum number of prompts in one completion request."""
 
     max_choices: int = 64
-    """Most choices (`n`) per prompt."""
+    """Maximum number of choices (`n`) per prompt."""
 
     max_stop_strings: int = 16
-    """Most stop strings per request."""
+    """Maximum number of stop strings per request."""
 
     max_stop_chars: int = 256
     """Longest stop string."""
 
     max_stop_token_ids: int = 128
-    """Most stop token ids per request."""
+    """Maximum number of stop token ids per request."""
 
     max_logprobs: int = 20
-    """Most alternatives reported per token."""
+    """Maximum number of alternatives reported per token."""
 
     max_logit_bias: int = 1024
-    """Most entries of `logit_bias`."""
+    """Maximum number of entries of `logit_bias`."""
 
     max_queued: int = 1024
-    """Most waiting sequences in addition to the running ones; further ones get a 429."""
+    """Maximum number of waiting sequences in addition to the running ones; further ones get a
+    429."""
 
     max_stored_responses: int = 1024
-    """Most responses kept for `previous_response_id`; 0 keeps none."""
+    """Maximum number of responses kept for `previous_response_id`; 0 keeps none."""
 
     max_stored_bytes: int = 128 * MIB
-    """Most memory for stored responses."""
+    """Maximum memory for stored responses."""
 
     stored_lifetime_s: float = 3600.0
     """Time a stored response is kept."""
@@ -139,7 +141,8 @@ class ServerConfig:
     """HTTP worker processes on the port."""
 
     max_engine_restarts: int = 3
-    """Most restarts of a dead engine within 10 minutes; then the server exits with 1."""
+    """Maximum number of restarts of a dead engine within 10 minutes; then the server exits with
+    1."""
 
     vllm_metric_names: bool = False
     """Also expose the metrics that routers scrape under the `vllm:` prefix."""

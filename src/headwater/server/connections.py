@@ -1,9 +1,9 @@
 """Limits on HTTP connections, applied before a request is authenticated.
 
-Bounded are the connections in all and per address, the bytes of headers, the time to send headers
-and body, and the requests sent ahead of their responses (pipelining). When all connections are in
-use, the one that has waited longest without a request is closed for a new one, so that a client
-that opens many and sends nothing cannot keep others out.
+There are limits on the number of connections in total and per address, the bytes of headers,
+the time to send headers and body, and the requests sent ahead of their responses (pipelining).
+When all connections are in use, the one that has waited longest without a request is closed for
+a new one, so that a client that opens many and sends nothing cannot keep others out.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class ConnectionGuard:
         self.clock = clock
         self.counts = counts or ConnectionCounts.alone()
         self.max_own = _max_files() - _RESERVED_FILES
-        """Most connections of this process, whatever the limits."""
+        """Maximum number of connections of this process, whatever the limits."""
         self.num_refused = 0
         """Connections closed at once because a limit was reached."""
         self._open: OrderedDict[GuardedProtocol, None] = OrderedDict()
@@ -208,7 +208,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _max_files() -> int:
-    """Most file descriptors of this process, after raising the soft limit to the hard one."""
+    """Maximum number of file descriptors of this process, after raising the soft limit to the
+    hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft < wanted:

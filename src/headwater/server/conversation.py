@@ -21,7 +21,7 @@ _PROMPT_END_CHARS = 64
 reasoning."""
 
 _MAX_TOOL_BYTES = 1 << 20
-"""Most bytes of the schemas of tools that an answer must call."""
+"""Maximum number of bytes of the schemas of tools that an answer must call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

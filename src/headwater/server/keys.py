@@ -46,7 +46,7 @@ class ApiKey(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Average rate; a burst of one minute's requests is allowed. None means no limit."""
 
     max_concurrency: Annotated[int, Meta(ge=1)] | None = None
-    """Most requests in flight; None means no limit."""
+    """Maximum number of requests in flight; None means no limit."""
 
     share: Annotated[float, Meta(gt=0)] = 1.0
     """Weight of this key when keys compete for the engine."""

@@ -30,7 +30,8 @@ from headwater.server.schema import (
 from headwater.types import Tokens
 
 _MAX_PROMPT_LOGPROBS = 1 << 17
-"""Most log-probabilities of one prompt: reading them from the engine takes 50 ms."""
+"""Maximum number of log-probabilities of one prompt: reading them from the engine takes 50
+ms."""
 
 
 def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ def check_token_ids(highest: int, info: EngineInfo, *, param: str) -> None:
 def max_tokens(
     wanted: int | None, prompt_tokens: int, info: EngineInfo, *, default: int | None
 ) -> int:
-    """Most tokens to generate. With `default` None, as many as fit."""
+    """Maximum number of tokens to generate. With `default` None, as many as fit."""
     room = info.max_model_len - prompt_tokens
     if wanted is None:
         return room if default is None else min(default, room)

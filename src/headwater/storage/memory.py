@@ -31,7 +31,8 @@ class MemoryConfig:
     """Settings of the `memory` backend."""
 
     capacity_bytes: int = 1 << 30
-    """Most bytes of payload kept; the least recently used block is dropped first."""
+    """Maximum number of bytes of payload kept; the least recently used block is dropped
+    first."""
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < 1:

@@ -21,8 +21,8 @@ _MEMORY = 0.95
 """Weight that remains of an observation after each later one."""
 
 _STALE_S = 60.0
-"""After each period of this length without a job, the link is assumed to be twice as fast. A
-link that was slow once is tried again; the slower it was, the later."""
+"""After each period of this length without a job, the link is assumed to be twice as fast. So a
+link that was slow once is tried again, and a slower one is tried later."""
 
 
 class LinkMeter:

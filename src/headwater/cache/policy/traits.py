@@ -32,7 +32,7 @@ _NO_HINT, _PENDING, _FIRST_RETURN = range(3)
 _NUM_HINTS = _FIRST_RETURN + len(GROUP_ENDS) + 1
 NUM_FEATURES = _HINT + _NUM_HINTS - 1
 NUM_UNHINTED = 7
-"""Most features of one run without a hint; a hint adds one."""
+"""Maximum number of features of one run without a hint; a hint adds one."""
 
 PRIORS = {
     _HINT: {0: 2.0},

@@ -49,8 +49,8 @@ class PagedAttention:
     decodes: DecodeWork | None = None
     chunks: ChunkWork | None = None
     whole: WholePrompt | None = None
-    """The last row, if it is long, has no cached prefix, and torch's kernel is faster; `chunks`
-    is for the other rows."""
+    """The last row, when it is long, has no cached prefix and is faster with torch's kernel.
+    Then `chunks` is for the other rows."""
 
     sampled: DecodeWork | None = None
     """The rows that are sampled, one token each. Only these attend in a last layer."""

@@ -107,8 +107,8 @@ class FusedDecoder:
             self._store(layer, stored, TokenSlots(first, first - 1), pool, 0)
 
     def min_torch_tokens(self, pool: Tensor) -> int | None:
-        """Least tokens of a prompt without cached tokens that torch attends, because it is
-        faster; None if it is not, or if a layer needs a variant."""
+        """Minimum length of a prompt without cached tokens for which torch's attention is used,
+        because it is faster; None if it is not faster, or if a layer needs a variant."""
         if any(
             layer.variant.window is not None or not layer.variant.has_plain_scores
             for layer in self.layers

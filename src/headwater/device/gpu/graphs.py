@@ -71,7 +71,7 @@ class DecodeGraphs:
         max_table: int,
     ) -> None:
         """`chosen` holds the tokens of the previous step, and then those of this one.
-        `max_table` is the most slots of one row."""
+        `max_table` is the maximum number of slots of one row."""
         self._decoder, self._pool, self._chosen = decoder, pool, chosen
         self.sizes = batch_size_buckets(max_rows)
         """Batch sizes that have a graph, ascending."""

@@ -22,7 +22,7 @@ from headwater.scheduler.batch import IntArray, ScheduledBatch
 from headwater.types import Tokens
 
 _CONVERTED_BYTES = 512 << 20
-"""Most memory for one layer of 8-bit KV that is converted for the Hopper kernel."""
+"""Maximum memory for one layer of 8-bit KV that is converted for the Hopper kernel."""
 
 
 class Layout:

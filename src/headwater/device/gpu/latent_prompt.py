@@ -1,8 +1,9 @@
 """Attention of a whole prompt over expanded latents (MLA).
 
-Absorbed attention computes 3.4 times the products, which a long prompt notices. Nothing of a whole
-prompt is cached, so its keys and values can be expanded from the latents that the step computes.
-They are used once and never stored. Some heads are expanded at a time, which bounds the memory.
+Absorbed attention computes 3.4 times the products, which makes a long prompt slower. Nothing of
+a whole prompt is cached, so its keys and values can be expanded from the latents that the step
+computes. They are used once and never stored. Some heads are expanded at a time, which bounds
+the memory.
 """
 
 import torch

@@ -28,7 +28,7 @@ _FP8_CHUNK = 256
 """Inputs that `gemv` handles together if a row has one scale; sizes are multiples of it."""
 
 _MAX_CHUNK = 128
-"""Most inputs of a chunk of 4-bit codes."""
+"""Maximum number of inputs of a chunk of 4-bit codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +39,7 @@ class QuantizedWeight:
     """`[outputs, inputs]` of e4m3, or `[outputs, inputs / 2]` of bytes."""
 
     scales: Tensor
-    """`[outputs]`, or `[outputs, groups]`; of 4-bit codes they are in memory the other way round."""
+    """`[outputs]`, or `[outputs, groups]`; those of 4-bit codes are stored transposed."""
 
     zeros: Tensor | None = None
     """Like the scales; None means 8 everywhere."""
@@ -99,7 +99,7 @@ class QuantizedWeight:
         return result
 
     def add_to(self, hidden: Tensor, x: Tensor, factor: float) -> None:
-        """Add `x @ weight.T`, times `factor`, to `hidden` in place."""
+        """Multiply `x @ weight.T` by `factor` and add it to `hidden` in place."""
         if len(x) == 1:
             self.one_row(x, residual=hidden, factor=factor)
         elif self._fused(x, residual=hidden, factor=factor) is None:
@@ -145,8 +145,9 @@ class QuantizedWeight:
         factor: float = 1.0,
         activation: GateActivation = GateActivation.SILU,
     ) -> Tensor | None:
-        """The product with several rows, gated, or added to `residual`; None if our kernels do
-        not support it or are slower."""
+        """The product with several rows. It is gated if `is_gated`, and multiplied by `factor`
+        and added to `residual` if that is given. None if our kernels do not support it or are
+        slower."""
         if self.code is Code.FP8_ROW and fp8.fits(self.codes, len(x)):
             codes, scales = kernels.quantize_rows(x, norm)
             return fp8.fp8_gemm(

@@ -30,7 +30,8 @@ _RING = 3
 """Number of steps with separate pinned memory: one more than may be in flight."""
 
 _MAX_EDITS = 1 << 14
-"""Most listed edits of a step. Steps with more are sampled by torch, which is slower."""
+"""Maximum number of listed edits of a step. Steps with more are sampled by torch, which is
+slower."""
 
 _MASKED_ROWS = 16
 """Rows with a mask for which pinned memory is allocated at start; it grows if needed."""
@@ -270,7 +271,7 @@ class DeviceSampler:
     def _edits(
         self, batch: ScheduledBatch, entries: Ints, positions: Ints
     ) -> tuple[Ints, Ints, EditList]:
-        """Per sampled row: the range of its listed edits; and all of them."""
+        """Per sampled row: the range of its listed edits; and the list of all edits."""
         table = self._table
         starts = np.zeros(len(entries), dtype=np.int64)
         min_tokens = table.ints["min_tokens"][entries]

@@ -51,7 +51,7 @@ class SamplingTable:
         self.has_bias = np.zeros(max_entries, dtype=bool)
         self.num_logprobs = np.full(max_entries, -1, dtype=np.int64)
         self.num_edits = np.zeros(max_entries, dtype=np.int64)
-        """Most listed edits, not counting the model's end tokens."""
+        """Maximum number of listed edits, not counting the model's end tokens."""
 
         self.is_plain = np.zeros(max_entries, dtype=bool)
         """Whether each entry is greedy without further parameters."""

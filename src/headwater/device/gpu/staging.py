@@ -18,7 +18,8 @@ only."""
 
 
 class Staging:
-    """A ring of pinned buffers. A buffer is reused after as many steps have been collected."""
+    """A ring of pinned buffers. A buffer is used again after `num_buffers` steps; by then, the
+    step that used it has been collected."""
 
     def __init__(self, num_ints: int, *, num_buffers: int) -> None:
         self._buffers: list[Tensor] = []

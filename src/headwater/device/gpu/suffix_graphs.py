@@ -35,8 +35,8 @@ _SIZES = (16, 64)
 
 _SCALARS = ("logits_at", "context", "query_start", "zero", "part_keys", "piece", "work_begin")
 _LONG = np.array([1 << 20])
-"""A context so long that it is cut into the most parts that any context has. A graph is
-captured with that many; for a shorter context, some parts have no keys."""
+"""A context so long that it is cut into the maximum number of parts. A graph is captured with
+that number; for a shorter context, some parts have no keys."""
 
 _ALIGN = 16
 """Every array begins at a multiple of this many integers, so that kernels are compiled for this

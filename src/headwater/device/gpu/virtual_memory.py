@@ -5,8 +5,8 @@
 
 The driver frees the memory when its last handle and mapping are gone, in whichever process. A
 mapping therefore stays valid when the owner dies. Torch's allocator cannot be asked for such
-memory. Its own memory could be shared by the older IPC calls only, whose handle is a number that
-any process may use again, and not within one process.
+memory. Its own memory could only be shared by the older IPC calls. Their handle is a number
+that any process may use again, and they do not work within one process.
 """
 
 import os

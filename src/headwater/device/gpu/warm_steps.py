@@ -63,10 +63,10 @@ class WarmLimits(NamedTuple):
 
     max_rows: int
     max_tokens: int
-    """Most tokens of a step."""
+    """Maximum number of tokens of a step."""
 
     max_context: int
-    """Most tokens of one sequence."""
+    """Maximum number of tokens of one sequence."""
 
     block_tokens: int
 

@@ -17,13 +17,13 @@ PART_STEP = 128
 keys at once, or fewer."""
 
 _MIN_PIECE = 192
-"""Least tokens of a piece, unless there is one KV head. A short context in more pieces takes longer
-to join than it saves."""
+"""Minimum number of tokens in a piece, unless there is one KV head. A short context in more
+pieces takes longer to join than it saves."""
 
 _SPARE = 64
 _SPARE_OF_ONE = 256
-"""Entries in addition to one per row, and their number with a single KV head. Rows are cut into
-pieces that fit into these entries.
+"""Entries of the list of pieces beyond one per row; the second number is for a model with one
+KV head. Rows are cut into at most as many pieces.
 """
 
 
@@ -32,15 +32,15 @@ _PAIR_PROGRAMS = 128
 """Programs that keep the device busy, and those for pairs of heads, one per processor."""
 
 _MIN_PART_KEYS = 512
-"""Fewest keys of a part."""
+"""Minimum number of keys in a part."""
 
 MAX_PARTS = 16
-"""Most parts of a tile."""
+"""Maximum number of parts of a tile."""
 
 _MIN_HOPPER_PROGRAMS = 96
 _MIN_HOPPER_SCORES = 1 << 19
-"""Least number of tiles, about one per processor, and least product of queries and keys over
-all rows for which the Hopper kernel is used.
+"""The Hopper kernel is used from this number of tiles on, about one per processor, and from
+this product of queries and keys on, summed over all rows.
 """
 
 

@@ -32,8 +32,8 @@ _QUERIES = 8
 share more queries are computed by several programs."""
 
 _FEW_ROWS, _FEW_SHAPE, _SHAPE = 64, (1, 4), (2, 3)
-"""Up to this many rows, and with more: tiles of an iteration and iterations that are read
-ahead."""
+"""Tiles of an iteration, and iterations that are read ahead: the first pair for up to
+`_FEW_ROWS` rows, the second for more."""
 
 _MIN_EXPONENT = 67
 """Scales of values are limited to at least 2 ** (this - 127); otherwise the sum of weights
@@ -43,7 +43,7 @@ would overflow."""
 @triton.jit
 def _score(k, k_exponent, v_exponent, q, q_scale, softcap, LEAST: tl.constexpr,
            CAPPED: tl.constexpr):  # fmt: skip
-    """Scores of keys, with the scales of the values; and the inverse of those."""
+    """Scores of keys, with the scales of the values; and the inverse of these scales."""
     scores = tl.dot(k.to(tl.float16), q) * (
         power_of_two(k_exponent)[:, None] * q_scale[None, :]
     )
@@ -83,7 +83,8 @@ def _add_values(v, scores, inverse, highest, total, even, odd, MASKED: tl.conste
 @triton.jit
 def _exponents(scales, slot, inside, block_stride, BLOCK_TOKENS: tl.constexpr,
                KV_HEADS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Exponent bytes of the keys and values of a tile from token `inside` of a block on."""
+    """Exponent bytes of the keys and values of a tile that begins at token `inside` of a
+    block."""
     at = scales + slot.to(tl.int64) * block_stride + (inside + tl.arange(0, KEYS)) * KV_HEADS
     return tl.load(at), tl.load(at + BLOCK_TOKENS * KV_HEADS)
 

@@ -25,7 +25,7 @@ _KEYS = 64
 """Keys of a tile."""
 
 _QUERIES = 8
-"""Fewest queries of a product."""
+"""Minimum number of queries of a product."""
 
 _MAX_WIDTH = 256
 """Largest total key size of the heads that are computed together."""
@@ -37,8 +37,8 @@ _STAGES = 2
 """Tiles in flight. With three, fewer programs fit on a processor, and short contexts are slower."""
 
 _MIN_WIDE_ROWS = 8
-"""Least rows with heads of 256 elements. With fewer, the kernel in `decode` is faster: its tiles
-need no descriptors and its pieces are joined by more programs."""
+"""Minimum number of rows for heads of 256 elements. With fewer, the kernel in `decode` is
+faster: its tiles need no descriptors and its pieces are joined by more programs."""
 
 
 @triton.jit

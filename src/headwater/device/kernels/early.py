@@ -19,13 +19,15 @@ MAX_EARLY_ROWS = 64
 """Kernels over at most this many rows start early."""
 
 _MAX_ROW_SIZE = 4095
-"""Largest size of a single row for which they do. Products of one larger row take so long that their
-starts weigh little, and they are slower if the next ones already hold a part of the processors."""
+"""A kernel over a single row starts early if the row has at most this many elements. The
+product of a larger row takes so long that an early start gains little, and it is slower if the
+next kernel already occupies a part of the processors."""
 
 
 def starts_early(rows: Tensor, size: int | None = None) -> bool:
-    """Whether a kernel over `rows` starts early; for `EARLY` and `launch_pdl` of its launch.
-    `size` is that of a row, by default the last of `rows`."""
+    """Whether a kernel over `rows` starts early: the value of `EARLY` and `launch_pdl` in its
+    launch. `size` is the number of elements of a row; the default is the last dimension of
+    `rows`."""
     row_size = rows.shape[-1] if size is None else size
     return (
         rows.is_cuda

@@ -14,9 +14,9 @@ def finish_tile(acc, out, row_scales, line_scales, partial, arrived, rows, facto
                 OUTPUTS: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
                 SCALED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
                 ACTIVATION: tl.constexpr) -> None:  # fmt: skip
-    """Store the sums `[N, ROWS]` of a tile: times both scales if `SCALED`; gated, or added to
-    `out` times `factor`. `N` is the number of rows of the weight in a tile, and `OUTPUTS` the
-    number of outputs of the result."""
+    """Store the sums `[N, ROWS]` of a tile: multiplied by both scales if `SCALED`; then gated,
+    or multiplied by `factor` and added to `out`. `N` is the number of rows of the weight in a
+    tile, and `OUTPUTS` the number of outputs of the result."""
     if SPLIT == 1:
         _store(acc, out, row_scales, line_scales, rows, factor, tile, OUTPUTS, ROWS, N, SCALED,
                GATED, ADDED, ACTIVATION)  # fmt: skip

@@ -65,7 +65,8 @@ def fp8_gemm(
     factor: float = 1.0,
     activation: GateActivation = GateActivation.SILU,
 ) -> Tensor:
-    """`x @ weight.T` of quantised rows; gated, or added to `residual` in place times `factor`.
+    """`x @ weight.T` of quantised rows; then gated, or multiplied by `factor` and added to
+    `residual` in place.
 
     `arrived` are `num_counters` integers that count finished parts; they are zero before and
     after.

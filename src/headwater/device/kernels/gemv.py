@@ -13,13 +13,14 @@ from headwater.device.kernels.activation import GateActivation, activate
 from headwater.device.kernels.early import start_early, starts_early
 
 _FEW_OUTPUTS = 512
-"""Outputs of a router: with tiles of two, every processor has work."""
+"""Maximum number of outputs of a router. Its tiles have two outputs, so that every processor
+has work."""
 
 _MANY_OUTPUTS = 1 << 16
-"""Outputs of an output layer."""
+"""Minimum number of outputs of an output layer."""
 
 _NARROW = 2048
-"""Inputs of a row that two iterations read."""
+"""Number of inputs that two iterations read."""
 
 _UNIT = 256
 """The number of inputs is a multiple of this."""
@@ -127,7 +128,8 @@ def gemv(
     activation: GateActivation = GateActivation.SILU,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`norm(x) @ weight.T`, then gated, or added to `residual` in place, times `factor`.
+    """`norm(x) @ weight.T`; then gated, or multiplied by `factor` and added to `residual` in
+    place.
 
     `x` is `[1, size]`; `weight` is `[outputs, size]`, or with `gated` twice the outputs, gate
     and up interleaved. `scales` are those of the outputs of an FP8 weight. The result is in

@@ -9,7 +9,8 @@ from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.latent import RotaryPairs, rotate_queries, rotate_rows
 
 MAX_HEAD_ROWS = 4
-"""Most rows for which these kernels are used: each row reads the weight again, from the cache."""
+"""Maximum number of rows for which these kernels are used: each row reads the weight again,
+from the cache."""
 
 _OUTPUTS = 32
 """Outputs of a program."""

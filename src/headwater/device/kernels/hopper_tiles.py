@@ -80,7 +80,7 @@ def _rescale(summed, decay):
 @gluon.jit
 def next_tile(query, k, v, done, key, at, scale, weights, highest, total, summed, unused,
                MASKED: gl.constexpr):  # fmt: skip
-    """Scores of tile `done`, at the same time as the sums of the tile before."""
+    """Scores of tile `done`, computed at the same time as the sums of the tile before it."""
     keys = await_filled(k, done)
     values = await_filled(v, done - 1)
     scores = warpgroup_mma(query, keys.permute((1, 0)), unused, use_acc=False, is_async=True)

@@ -3,7 +3,7 @@
 Codes are converted in registers, two at a time, into the form in which the tensor cores read
 weights. There are four products for each chunk of 128 inputs: nibble j of its 16-bit numbers
 belongs to its quarter j. With few rows, the sums of a chunk are multiplied by its scales; with
-many rows, weights are, because then there are more sums than weights.
+many rows, the weights are multiplied instead, because there are fewer of them than sums.
 """
 
 from typing import NamedTuple
@@ -112,9 +112,9 @@ def int4_gemm(
     factor: float = 1.0,
     activation: GateActivation = GateActivation.SILU,
 ) -> Tensor:
-    """`x @ weight.T`; gated, or added to `residual` in place times `factor`.
+    """`x @ weight.T`; then gated, or multiplied by `factor` and added to `residual` in place.
 
-    `scales` and `zeros` are `[outputs, chunks]`, and in memory the other way round. `arrived` is as
+    `scales` and `zeros` are `[outputs, chunks]`, and are stored transposed. `arrived` is as
     in `fp8_gemm`.
     """
     rows, size = x.shape

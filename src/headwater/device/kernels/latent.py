@@ -20,8 +20,8 @@ from headwater.device.kernels.tiles import ChunkWork
 
 _MAX_DECODE_HEADS = 32
 _MAX_CHUNK_QUERIES = 32
-"""Heads of one token, and tokens of one head, that one program computes together. With 64,
-Triton keeps the queries in registers and spills."""
+"""Maximum number of queries that one program computes together: heads of one token, or tokens
+of one head. With 64, Triton keeps the queries in registers and spills."""
 
 
 class RotaryPairs(IntEnum):

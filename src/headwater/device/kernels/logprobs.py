@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_TOP = 32
-"""Most tokens that can be asked for."""
+"""Maximum number of tokens that can be asked for."""
 
 _PARTS = 32
 _FIELDS = 2 + 2 * MAX_TOP

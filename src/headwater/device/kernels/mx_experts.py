@@ -28,7 +28,8 @@ _PROGRAMS = 132
 """Programs of a pair: one per processor of an H200."""
 
 _NARROW_TILE = 16
-"""Most rows of a tile with few outputs; a tile with more rows has twice as many outputs."""
+"""Maximum number of rows of a tile with few outputs; a tile with more rows has twice as many
+outputs."""
 
 
 @triton.jit
@@ -65,7 +66,8 @@ def _input_pairs(x, norm_weight, at, there, NORMED: tl.constexpr):
 
 @triton.jit
 def _line_parts(w, exponents, a, b, c, d, e, f, g, h, N: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums of products of the groups of inputs of `N` lines, times the scales of the groups."""
+    """For `N` lines: the sum of products of each group of inputs, multiplied by the group's
+    scale."""
     products = e2m1_products(w, a, b, c, d, e, f, g, h)
     return tl.sum(tl.reshape(products, (N, GROUPS, 2)), 2) * with_exponent(
         exponents.to(tl.int32)
@@ -247,8 +249,9 @@ def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alph
 
 @triton.jit
 def _number_scales(exponents, KIND: tl.constexpr):
-    """Scales of numbers that `e2m1_numbers` gives too small, so that weights are 2 ** 64 (bfloat16) or
-    2 ** 3 (float16) too small: then no scale of a real model exceeds the type."""
+    """The factors with which `e2m1_numbers` returns weights divided by 2 ** 64 (bfloat16) or
+    by 2 ** 3 (float16). The caller multiplies the sums by that number. Without the division,
+    scales of real models would exceed the range of the type."""
     if tl.bfloat16 == KIND:
         bits = (exponents.to(tl.int16) + 62) << 7
     else:

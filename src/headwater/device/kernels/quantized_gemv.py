@@ -29,7 +29,7 @@ _MANY_LINES = 1 << 14
 """With fewer lines than this, a program computes one or two tiles of 4-bit codes."""
 
 _TILE_BYTES = 1 << 17
-"""Most bytes of a tile, so that it fits into shared memory."""
+"""Maximum number of bytes of a tile, so that it fits into shared memory."""
 
 
 @triton.jit

@@ -133,7 +133,7 @@ def _rotate(
 
 @triton.jit
 def _normed(values, scale, query_norm, key_norm, at, known, is_query, is_normed):
-    """Elements `at` of heads of Q and K times the weights of their norm; those of V
+    """The elements `at` of each head: Q and K multiplied by the weights of their norm, V
     unchanged."""
     of_query = tl.load(query_norm + at, mask=known, other=0.0).to(tl.float32)[None, :]
     of_key = tl.load(key_norm + at, mask=known, other=0.0).to(tl.float32)[None, :]

@@ -86,7 +86,8 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
     """
     sum_low = low * 0.0
     sum_high = low * 0.0
-    # Most elements that can be between `low` and `high`: their sum over the least weight.
+    # Maximum number of elements that can be between `low` and `high`: their sum over the least
+    # weight.
     at_most = low * 0.0 + VOCAB
     is_first = low < float("inf")  # always true, but a value that the loop can change
     going = low < high

@@ -84,7 +84,8 @@ class Ended:
 
 
 _MAX_ADDRESSES = 4
-"""Most addresses of one connection. A peer has one receiver, and each sender takes memory."""
+"""Maximum number of addresses of one connection. A peer has one receiver, and each sender takes
+memory."""
 
 
 class SenderPool:

@@ -33,7 +33,7 @@ class LinkConfig:
     """Frames that may be in flight between two Transfer Engines."""
 
     max_senders: int = 16
-    """Most authenticated connections of a receiver."""
+    """Maximum number of authenticated connections of a receiver."""
 
     connect_timeout_s: float = 2.0
     """Longest wait for a connection, and for its handshake."""

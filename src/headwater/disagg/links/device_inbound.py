@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 _MAX_STARTED = 4
 _MAX_FAR_BYTES = 512 << 20
-"""Bytes of another device or of main memory that are being copied at most: over the slowest bus
-they take as long as a fence may wait."""
+"""Maximum number of bytes of another device or of main memory that are being copied at the same
+time: over the slowest bus they take as long as a fence may wait."""
 
 
 class DeviceInbound:

@@ -45,8 +45,8 @@ class CopyInProgress(Protocol):
     """A copy that was started on a device."""
 
     def wait(self) -> None:
-        """Return when every byte is in its slot. DeviceError if the copy failed; then nothing
-        of it is written any more, either."""
+        """Return when every byte is in its slot. DeviceError if the copy failed; in this case,
+        too, nothing more of it is written."""
 
 
 class PeerBlocks(Protocol):

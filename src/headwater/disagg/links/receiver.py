@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 1 << 18
 _MAX_UNAUTHENTICATED = 64
-"""Most connections whose handshake has not ended. Each has a thread for at most
+"""Maximum number of connections whose handshake has not ended. Each has a thread for at most
 `connect_timeout_s`."""
 
 
@@ -73,7 +73,7 @@ class BackgroundInbound(Inbound, Protocol):
     """
 
     max_started: int
-    """Most frames that are started and not finished. A fence waits for them."""
+    """Maximum number of frames that are started and not finished. A fence waits for them."""
 
     def finish(self, frame: Frame, arriving: ArrivingBlocks) -> None:
         """Wait for the copies of the oldest frame that was started, and note which blocks are

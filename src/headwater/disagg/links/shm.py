@@ -2,12 +2,12 @@
 
     sender's slots ── mapped by the receiver ──▶ one copy ──▶ receiver's slots
 
-If the receiver's slots are on a GPU that can read main memory of peers, the GPU makes this copy.
-After the handshake on a Unix socket, the sender passes a descriptor of its whole block memory, a
-sealed memfd. It has no name, so nothing is left behind when a process dies. The seals prevent
-that a peer shrinks it during a copy or writes to it. A frame names the slots of its blocks. The
-sender does not reuse them before it has the answer or has invalidated the frame
-(`frame_validity`). There is no checksum: no bytes are transmitted that could be damaged.
+If the receiver's slots are on a GPU that can read main memory of peers, the GPU makes this
+copy. After the handshake on a Unix socket, the sender passes a descriptor of its whole block
+memory, a sealed memfd. It has no name, so nothing is left behind when a process dies. The seals
+prevent a peer from writing to it and from shrinking it during a copy. A frame names the slots
+of its blocks. The sender does not reuse them before it has the answer or has invalidated the
+frame (`frame_validity`). There is no checksum: no bytes are transmitted that could be damaged.
 """
 
 from collections.abc import Iterator

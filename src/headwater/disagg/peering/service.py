@@ -75,10 +75,10 @@ class PeerConfig:
     """Address that is told to peers, if it differs from the one to listen on."""
 
     max_peers: int = 64
-    """Most authenticated connections that other instances made."""
+    """Maximum number of authenticated connections that other instances made."""
 
     max_unauthenticated: int = 64
-    """Most connections that have not proved the token yet."""
+    """Maximum number of connections that have not proved the token yet."""
 
     connect_timeout_s: float = 2.0
     greeting_timeout_s: float = 2.0

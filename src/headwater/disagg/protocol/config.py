@@ -38,7 +38,7 @@ class HandoffConfig:
     """A preempted request that has waited this long to resume goes back to the router."""
 
     max_inflight: int = 64
-    """Most hand-offs at once on P; further ones are refused."""
+    """Maximum number of hand-offs at once on P; further ones are refused."""
 
     pull_min_blocks: int = 4
     """P reads blocks from D only if at least this many are missing."""

@@ -47,7 +47,7 @@ class RouterConfig:
     """Interval of checks for overdue heartbeats."""
 
     max_attempts: int = 4
-    """Most attempts per request."""
+    """Maximum number of attempts per request."""
 
     retry_share: float = 0.2
     """Retries as a share of requests, in the long run."""
@@ -56,7 +56,7 @@ class RouterConfig:
     drain_timeout_s: float = 30.0
     max_body_bytes: int = 16 * MIB
     max_requests: int = 4096
-    """Most requests in flight; more get a 429."""
+    """Maximum number of requests in flight; more get a 429."""
 
     max_instances: int = 1024
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)

@@ -20,7 +20,7 @@ from headwater.server.router.protocol import VERSION, Registration
 log = logging.getLogger(__name__)
 
 MAX_GROUPS = 4
-"""Most groups at once. An upgrade has two; more than a few are a mistake."""
+"""Maximum number of groups at once. An upgrade has two; more than a few are a mistake."""
 
 _MAX_LOST = 64
 _SHOW_LOST_S = 600.0

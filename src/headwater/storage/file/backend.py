@@ -44,7 +44,7 @@ class FileConfig:
     """Directory of the slabs; made if missing. Several processes may share it."""
 
     capacity_bytes: int = 16 << 30
-    """Most bytes that all slabs in the directory may take together."""
+    """Maximum number of bytes that all slabs in the directory may take together."""
 
     slab_bytes: int = 256 << 20
     """Bytes of one slab file, allocated at once; smaller if the capacity is smaller."""

@@ -24,7 +24,8 @@ _MAX_SMALL_BYTES = 1 << 20
 """Longest value that is read into separate memory: a name, a cursor, a description."""
 
 _LENGTH = re.compile(rb"\d{1,10}")
-"""Most digits of a length or count. `int` would accept longer ones, but they are invalid."""
+"""Maximum number of digits of a length or count. `int` would accept longer ones, but they are
+invalid."""
 
 _MAX_PARTS = 512  # parts of one sendmsg; the kernel allows 1024
 _TICK_S = 0.05  # longest time in one system call; the deadline is checked in between
