@@ -15,6 +15,7 @@ def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes = [100 << 20]
     monkeypatch.setattr(_memory, "resident_bytes", lambda: sizes[-1])
     monkeypatch.setattr(_memory, "mapped_bytes", lambda: 2 * sizes[-1])
+    monkeypatch.setattr(_memory, "allocated_bytes", lambda: 3 * sizes[-1])
     monkeypatch.setattr(gc, "get_objects", list)
     monkeypatch.setattr(gc, "collect", lambda: 0)
     return sizes
@@ -33,6 +34,32 @@ def test_a_leak_has_a_positive_slope_and_noise_does_not(resident: list[int]) -> 
         assert rss["is_flat"] is mapped["is_flat"] is is_flat
         assert rss["slope_per_minute"] == pytest.approx(leak / (1 << 20), abs=0.05)
         assert mapped["slope_per_minute"] == pytest.approx(2 * rss["slope_per_minute"])
+
+
+def test_memory_that_moves_in_steps_is_no_leak(resident: list[int]) -> None:
+    """Successive samples are alike, so that a chance walk has a slope. The error knows it; without
+    the correlation half of such series would count as leaks."""
+    flat = 0
+    for seed in range(20):
+        dice, noise = np.random.default_rng(seed), 0.0
+        samples = MemorySamples()
+        for number in range(400):
+            noise = 0.95 * noise + dice.normal(0, 1 << 20)
+            resident.append(int((100 << 20) + noise))
+            samples.add(6.0 * number)
+        rss = samples.report()["rss_mib"]
+        assert rss["correlation"] > 0.8
+        flat += rss["is_flat"]
+    assert flat >= 18
+
+
+@pytest.mark.skipif(not _memory.allocated_bytes(), reason="needs glibc")
+def test_allocated_bytes_count_what_the_process_holds() -> None:
+    """A leak of a C library is seen at once, whether its pages were touched or not."""
+    before = _memory.allocated_bytes()
+    held = np.empty(8 << 20, dtype=np.uint8)
+
+    assert _memory.allocated_bytes() - before >= held.nbytes
 
 
 def test_samples_are_bounded_and_cover_the_whole_time(resident: list[int]) -> None:

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ _MAX_SAMPLES = 600
 _FLAT_SHARE = 1e-4
 """Growth per minute, as a share of the total, below which a series counts as flat."""
 
+_SERIES = ("heap_objects", "heap_blocks", "rss_mib", "mapped_mib", "malloc_mib")
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _NUMPY_SIZES, _NUMPY_KEPT = 1024, 8
@@ -22,18 +25,19 @@ _NUMPY_SIZES, _NUMPY_KEPT = 1024, 8
 
 
 class MemorySamples:
-    """Seconds, objects and blocks of the Python heap, and resident and mapped bytes; at most 600
-    rows.
+    """Seconds, objects and blocks of the Python heap, resident and mapped bytes, and bytes that the
+    C library has allocated; at most 600 rows.
 
     Pages of mapped memory become resident when they are first used, so resident memory
-    approaches the mapped memory for a long time, even if nothing leaks. A leak makes the mapped
-    memory grow too.
+    approaches the mapped memory for a long time, even if nothing leaks; Python keeps such pages
+    in its own pools. With PYTHONMALLOC=malloc all its memory comes from the C library:
+    `malloc_mib` then counts every byte in use, and `rss_mib` only pages that hold one.
     """
 
     def __init__(self) -> None:
         # One array from the start, with all its pages written: a list that grows, or pages that
         # become resident with the first sample in them, would be the growth that is measured.
-        self._rows = np.full((_MAX_SAMPLES, 5), -1.0)
+        self._rows = np.full((_MAX_SAMPLES, 1 + len(_SERIES)), -1.0)
         _fill_numpy_cache()
         self._count = 0
         self._every = 1
@@ -57,26 +61,27 @@ class MemorySamples:
         gc.collect()
         _give_back()
         heap = len(gc.get_objects()), sys.getallocatedblocks()
-        row = (now_s, *heap, resident_bytes(), mapped_bytes())
+        row = (now_s, *heap, resident_bytes(), mapped_bytes(), allocated_bytes())
         self._rows[self._count] = row
         self._count += 1
 
     def report(self) -> dict[str, Any]:
         """For each series: the first and the last value, and the slope over the second half
-        with twice its standard error. A smaller slope than this error is zero within noise."""
+        with twice its standard error. A smaller slope than this error is zero within noise.
+        `correlation` is that of successive samples, by which the error is widened."""
         half = self.rows[self._count // 2 :]
         if len(half) < 4:
             return {"memory_samples": self._count}
         report: dict[str, Any] = {"memory_samples": self._count}
-        names = ("heap_objects", "heap_blocks", "rss_mib", "mapped_mib")
-        for column, name in enumerate(names, start=1):
+        for column, name in enumerate(_SERIES, start=1):
             scale = 1 / (1 << 20) if name.endswith("_mib") else 1.0
-            slope, error = _slope(half[:, 0] / 60, half[:, column] * scale)
+            slope, error, correlation = _slope(half[:, 0] / 60, half[:, column] * scale)
             report[name] = {
                 "first": float(self.rows[0, column]) * scale,
                 "last": float(self.rows[-1, column]) * scale,
                 "slope_per_minute": slope,
                 "two_standard_errors": 2 * error,
+                "correlation": correlation,
                 "is_flat": bool(
                     slope <= max(2 * error, _FLAT_SHARE * half[-1, column] * scale)
                 ),
@@ -84,7 +89,8 @@ class MemorySamples:
         return report
 
     def series(self) -> list[list[float]]:
-        """All samples, for a plot: seconds, objects, heap blocks, resident and mapped bytes."""
+        """All samples, for a plot: seconds, objects, heap blocks, resident, mapped and allocated
+        bytes."""
         series: list[list[float]] = self.rows.tolist()
         return series
 
@@ -97,6 +103,28 @@ def resident_bytes() -> int:
 def mapped_bytes() -> int:
     """Memory of this process for data, whether it was used yet or not."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * _PAGE_BYTES
+
+
+def allocated_bytes() -> int:
+    """Bytes in use that came from the C library's `malloc`; 0 if the library cannot tell."""
+    with contextlib.suppress(AttributeError, OSError):
+        usage: Callable[[], _MallocUsage] = ctypes.CDLL(None).mallinfo2
+        usage.restype = _MallocUsage  # type: ignore[attr-defined]
+        found = usage()
+        return int(found.uordblks + found.hblkhd)
+    return 0
+
+
+class _MallocUsage(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
 
 
 def _fill_numpy_cache() -> None:
@@ -115,13 +143,22 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """Least squares; the slope and its standard error."""
+def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Least squares: the slope, its standard error, and the correlation of successive residuals.
+
+    Memory stays where it is for many samples, so that these are not independent. With a correlation
+    r of successive residuals, n samples count as n (1 - r) / (1 + r).
+    """
     spread = x - x.mean()
     total = float((spread**2).sum())
     if not total:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     slope = float((spread * y).sum()) / total
     residuals = y - y.mean() - slope * spread
-    error = float(np.sqrt((residuals**2).sum() / max(len(x) - 2, 1) / total))
-    return slope, error
+    squares = float((residuals**2).sum())
+    if not squares:
+        return slope, 0.0, 0.0
+    correlation = float((residuals[1:] * residuals[:-1]).sum()) / squares
+    correlation = max(0.0, correlation)
+    error = np.sqrt(squares / max(len(x) - 2, 1) / total)
+    return slope, float(error * np.sqrt((1 + correlation) / (1 - correlation))), correlation
