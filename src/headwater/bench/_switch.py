@@ -1,4 +1,4 @@
-"""A storage backend for benchmarks: writes to several backends and reads from a chosen one.
+"""A storage backend for benchmarks: changes several backends and reads from a chosen one.
 
 With it, one computed prefix can be found in each of them in turn.
 """
@@ -13,7 +13,7 @@ from headwater.types import BlockKey
 
 
 class Switch(ForwardingStorage):
-    """`chosen[0]` names the backend that gets every call except writes, which all get."""
+    """`chosen[0]` names the backend that answers lookups and reads; all get writes and removals."""
 
     def __init__(self, backends: Mapping[str, StorageBackend], chosen: list[str]) -> None:
         super().__init__(backends[chosen[0]])
@@ -38,6 +38,11 @@ class Switch(ForwardingStorage):
         for backend in self._backends.values():
             written = backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
         return written
+
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
+        return max(
+            backend.remove(keys, timeout_s=timeout_s) for backend in self._backends.values()
+        )
 
     def close(self) -> None:
         for backend in self._backends.values():
