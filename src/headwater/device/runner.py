@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.device.attention.prefill import kernel_for
 from headwater.device.budget import CONTIGUOUS_SHARE
 from headwater.device.contiguous_kv import ContiguousKV
 from headwater.device.fp8_kv import open_pool
@@ -52,6 +53,7 @@ class TorchRunner:
         self.pool = open_pool(
             model, num_blocks=num_blocks, block_tokens=block_tokens, shared=shared
         )
+        kernel_for(self.pool)  # compiled now if necessary, and not in the first step
         if contiguous_bytes is None:
             contiguous_bytes = int(self.pool.num_bytes * CONTIGUOUS_SHARE)
         # A row has at least one token, so no step has more rows than either limit.

@@ -38,7 +38,7 @@ class ChunkRow:
     def __init__(self, *, start: int, end: int, context: int, slots: Tensor) -> None:
         self.start, self.end, self.context = start, end, context
         self.first = context - (end - start)
-        self._slots = slots
+        self.slots = slots
         self._visible: dict[int | None, VisibleBlocks] = {}
 
     def attend(
@@ -76,7 +76,7 @@ class ChunkRow:
         return window is None or window >= self.context
 
     def _read(self, pool: KVPool, layer: int, first_block: int) -> tuple[Tensor, Tensor]:
-        keys, values = pool.read(self._slots[first_block:], layer)
+        keys, values = pool.read(self.slots[first_block:], layer)
         seen = self.context - first_block * pool.block_tokens
         return keys[:seen], values[:seen]
 

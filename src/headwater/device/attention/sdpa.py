@@ -1,8 +1,9 @@
 """The CPU reference: a step's attention in plain torch.
 
-A packed batch has two kinds of rows. Decodes in buffers are attended together, all others one
-by one. K and V of the others are written to the pool in each layer, because they are read from
-there. K and V of decodes in buffers are written once, after the last layer.
+A packed batch has two kinds of rows. Decodes in buffers are attended together. The others are
+attended in one compiled call where there is one for them (`prefill`), else one by one. K and V of
+the others are written to the pool in each layer, because they are read from there. K and V of
+decodes in buffers are written once, after the last layer.
 """
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from headwater.device.attention.base import Variant
 from headwater.device.attention.batched import BatchedDecodes
 from headwater.device.attention.chunk import ChunkRow
+from headwater.device.attention.prefill import prefill_step
 from headwater.device.kv import KVPool
 
 
@@ -28,6 +30,7 @@ class SdpaStep:
     ) -> None:
         self._pool = pool
         self._chunks = chunks
+        self._prefill = prefill_step(pool, chunks)
         self._decodes = decodes
         self._chunk_tokens = chunk_tokens
         self._chunk_rows = pool_rows.index_select(2, chunk_tokens) if chunks else pool_rows
@@ -48,6 +51,9 @@ class SdpaStep:
             decodes.place(out, decodes.attend(layer, query, key, value, variant))
         if self._chunks:
             self._pool.write(self._chunk_rows[layer], self._chunk_tokens, key, value)
+        if self._prefill is not None and self._prefill.can_attend(variant):
+            self._prefill.attend(layer, query, out, variant.scaling)
+            return out
         for row in self._chunks:
             mine = slice(row.start, row.end)
             seen = key[mine], value[mine]
