@@ -377,7 +377,7 @@ CLAIMS = [
     ),
     (
         "docs/security.md",
-        "a consumer without the token gets nothing",
+        "a consumer without the peer token gets nothing",
         "security/test_kv_events.py::test_a_listener_without_the_secret_gets_nothing",
     ),
     (

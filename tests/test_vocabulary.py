@@ -22,7 +22,7 @@ CLASSES = re.compile(
 """Class names that tell nothing to a reader who knows vLLM or SGLang."""
 
 NAMES = re.compile(
-    r"coast|stir|LEAVING|wishes|land|said|facts?|computes_here|skinny|ladder|rigs?|plays|lobby|"
+    r"coast|stir|LEAVING|wishes|land|said|facts?|computes_here|skinny|ladder|rigs?|plays?|lobby|"
     r"tickets?|pledges|riders|roster|holdings"
 )
 """Names of functions, variables and attributes that were replaced."""

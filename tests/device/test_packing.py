@@ -100,8 +100,8 @@ def test_other_dtypes_are_left_alone() -> None:
 
 @pytest.mark.slow
 def test_a_packed_model_gives_the_same_tokens(tmp_path: Path, packed_class: type) -> None:
-    """A packed and fused model, with oneDNN also padded to four rows, is compared with the
-    original model of transformers."""
+    """A packed and fused model is compared with the original model of transformers. With
+    oneDNN, its steps are also padded to four rows."""
     shape = LlamaShape(layers=2, hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64)
     folder = make_llama(tmp_path, shape)
     outputs = []

@@ -34,7 +34,8 @@ class RandomWorkload:
     dice: random.Random
     faults: bool
     returns: bool = True
-    """Whether hung calls return late; otherwise not before every request has ended."""
+    """Whether hung calls return while requests run; otherwise they return after every request
+    has ended."""
 
     hung: list[Task] = field(default_factory=list)
     """Storage calls that have begun and do not return."""

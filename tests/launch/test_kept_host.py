@@ -66,10 +66,10 @@ def run_to_end(engine, names, finish=lambda: True):
 
 
 TRUTH = [uncached_tokens(make_request("r", number)) for number in range(24)]
-"""The output without tiers and earlier requests."""
+"""The output without tiers or earlier requests."""
 
 
-def play(engine, rng, name):
+def serve_requests(engine, rng, name):
     """A few requests at the same time; some copies do not end. The tokens must be the expected
     ones."""
     numbers = [rng.randrange(24) for _ in range(4)]
@@ -102,7 +102,7 @@ def test_no_kill_at_any_moment_gives_a_wrong_token(seed, policy):
             engine = make_engine(kept, policy)
             engine.core.check()
             for turn in range(rng.randrange(1, 6)):
-                play(engine, rng, f"{life}-{turn}")
+                serve_requests(engine, rng, f"{life}-{turn}")
                 engine.core.check()
             last = make_request("last", rng.randrange(24))
             engine.core.add(last)

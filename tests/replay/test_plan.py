@@ -102,7 +102,8 @@ def test_a_deployment_that_refuses_requests_is_not_recommended():
 
 
 def test_a_plan_does_not_take_refused_requests_for_fast_ones(trace, capsys):
-    """A device that holds no request of the trace does not meet the SLO; sizes are readable."""
+    """A device that is too small for every request of the trace does not meet the SLO. The
+    report names it, and shows sizes with few digits."""
     flags = ["--device-gib", "0.02,4", "--slo", "ttft_p99=20s", "--jobs", "1"]
     assert main(["plan", trace, *flags]) == 0
     printed = capsys.readouterr().out

@@ -29,7 +29,7 @@ class Case:
     resets: set[int]
     """Before which steps the cache is reset."""
 
-    def play(self) -> None:
+    def run(self) -> None:
         """Run until nothing is left to do."""
         step = 0
         pending = sorted(self.arrivals, key=lambda arrival: arrival[0])
@@ -120,7 +120,7 @@ def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
     """This checks liveness and the three equalities at once, at both depths, for any pool that
     can hold one request: cache, chunks, preemption and other rows change no token, and nothing
     leaks."""
-    case.play()
+    case.run()
 
     for _, request in case.arrivals:
         assert case.harness.outputs[request.request_id] == expected_tokens(request, eos=EOS)
@@ -147,7 +147,7 @@ def check_tokens(case: Case) -> None:
 def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> None:
     """Rows with a grammar often get no token, at both depths, with preemptions and aborts: each
     gives the tokens that it gives alone, and nothing leaks."""
-    case.play()
+    case.run()
 
     check_tokens(case)
 
@@ -160,7 +160,7 @@ def test_an_abort_at_any_step_returns_every_slot_and_disturbs_no_other_request(
 ) -> None:
     """Lesson 58: after any abort at any time, the tokens of the others are exact and no slot is
     lost."""
-    case.play()
+    case.run()
 
     check_tokens(case)
 

@@ -28,8 +28,9 @@ from tests.storage.conftest import MakeFile
 def test_disk_space_is_allocated_by_one_process_at_a_time(
     make_file: MakeFile, tmp_path: Path
 ) -> None:
-    """A process needs the directory's lock to create a slab, so two cannot both take the last
-    room. A process that waits for the lock gets a timeout, and continues when it is free."""
+    """A process needs the directory's lock to create a slab, so two processes cannot both take
+    the last free space. A process that waits for the lock gets a timeout, and continues when it
+    is free."""
     storage, keys = make_file(), make_keys(1)
     block = memoryview(make_block(keys[0], BLOCK_BYTES))
     with (tmp_path / "blocks" / "lock").open() as lock:

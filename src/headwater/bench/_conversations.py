@@ -112,12 +112,12 @@ async def run_conversations(
     """All answers; each of `concurrency` clients takes the next conversation when it has
     finished one."""
     waiting = deque(workload.before)
-    await _play_all(waiting, port, model, 1)
+    await _send_all(waiting, port, model, 1)
     waiting = deque(workload.conversations)
-    return await _play_all(waiting, port, model, concurrency)
+    return await _send_all(waiting, port, model, concurrency)
 
 
-async def _play_all(
+async def _send_all(
     waiting: deque[BenchConversation], port: int, model: str, clients: int
 ) -> list[Answer]:
     async def client() -> list[Answer]:

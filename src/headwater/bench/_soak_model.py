@@ -84,7 +84,7 @@ class ShakyStorage(ForwardingStorage):
         if roll < 0.05:
             raise StorageError("failed at random")
         if roll < 0.1:
-            raise StorageTimeout("was too late at random")
+            raise StorageTimeout("a call was chosen at random to be too late")
         if roll < 0.2:
             Event().wait(roll / 4)
         elif roll < 0.3 and isinstance(self._backend, MemoryStorage):

@@ -125,7 +125,7 @@ def _measure_cell(
     seen: dict[str, list[tuple[float, float]]] = {policy: [] for policy in POLICIES}
     for number in range(rounds + _WARM_ROUNDS):
         for policy in POLICIES if number % 2 else reversed(POLICIES):
-            first_s = _play_round(scenario, engines[policy], seed=1000 * number)
+            first_s = _serve_round(scenario, engines[policy], seed=1000 * number)
             if number >= _WARM_ROUNDS:
                 p50, p95 = np.percentile(first_s, (50, 95)).tolist()
                 seen[policy].append((1e3 * p50, 1e3 * p95))
@@ -178,7 +178,7 @@ def _storage(link: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _play_round(scenario: LiveScenario, engine: TierEngine, *, seed: int) -> list[float]:
+def _serve_round(scenario: LiveScenario, engine: TierEngine, *, seed: int) -> list[float]:
     """Seconds to the first token of each session that returns."""
     prompts = [
         engine.make_prompt(scenario.prompt_tokens, seed=seed + n) for n in range(_SESSIONS)

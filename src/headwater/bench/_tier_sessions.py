@@ -46,7 +46,7 @@ def measure_sessions(
     )
     found = []
     for number in range(rounds):
-        found.append(_play_round(engine, seed=1000 * number))
+        found.append(_serve_round(engine, seed=1000 * number))
         say(f"sessions: round {number + 1} of {rounds}: {found[-1]}")
     stats = engine.core.stats()
     engine.close()
@@ -57,7 +57,7 @@ def measure_sessions(
     }
 
 
-def _play_round(engine: TierEngine, *, seed: int) -> list[float]:
+def _serve_round(engine: TierEngine, *, seed: int) -> list[float]:
     """All turns of all sessions; for each turn from the second on, found over possible
     tokens."""
     prompts = [engine.make_prompt(_FIRST, seed=seed + n) for n in range(_SESSIONS)]

@@ -33,7 +33,7 @@ class Namespace(NamedTuple):
 
 
 SHARED = Namespace()
-"""The namespace of requests without salt and adapter."""
+"""The namespace of requests with neither salt nor adapter."""
 
 
 class MediaSpan(NamedTuple):

@@ -129,7 +129,7 @@ class CacheParts:
         return () if self._events is None else self._events.snapshot()
 
     def outline(self, *, max_depth: int, max_nodes: int) -> Outline:
-        """The shape of the prefix tree, without tokens and keys."""
+        """The shape of the prefix tree, without tokens or keys."""
         return outline(
             self._tree,
             tick=self._pins.tick,

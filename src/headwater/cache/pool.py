@@ -145,7 +145,7 @@ class SlotPool:
         """Free the slots of `parts`, all in state `old`, and take them and all free slots.
 
         An eviction needs exactly this: slots change owner in one batch. Duplicates were ruled
-        out when the slots entered the tree and the free stack. The device tier only: slots
+        out when the slots entered the tree and the free stack. For the device tier only: slots
         that a write to storage reads must go through `free`.
         """
         num_free = self.num_free

@@ -139,7 +139,7 @@ class PrefixTree(NodeKeys):
         """Create a child of `parent` for blocks that are known by their tokens and keys."""
         first = tokens[: self.stride]
         if first in parent.children:
-            raise InvariantError("a run that is in the tree already was added")
+            raise InvariantError("a run was added that is already in the tree")
         node = Node(parent, first, parent.end, self._new_uid())
         node.num_blocks, node.tokens, node.keys = len(keys), tokens, keys
         parent.children[first] = node

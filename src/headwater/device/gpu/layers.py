@@ -125,7 +125,8 @@ def fused_weights(layer: nn.Module, table: RotaryTable) -> FusedWeights | None:
 
 
 def rotary_table(rotary: nn.Module, max_positions: int, layer_type: str | None) -> RotaryTable:
-    """Cosines and sines of every position; for one kind of layer if these differ."""
+    """Cosines and sines of every position; those of layers of `layer_type` if kinds of layers
+    differ."""
     device = next(rotary.buffers()).device
     positions = torch.arange(max_positions, device=device)[None]
     own = {"layer_type": layer_type} if has_layer_types(rotary) else {}
