@@ -37,8 +37,8 @@ def test_a_leak_has_a_positive_slope_and_noise_does_not(resident: list[int]) -> 
 
 
 def test_memory_that_moves_in_steps_is_no_leak(resident: list[int]) -> None:
-    """Successive samples are alike, so that a chance walk has a slope. The error knows it; without
-    the correlation half of such series would count as leaks."""
+    """Successive samples are correlated, so a random walk has a slope. The standard error
+    includes the correlation; without it, half of such series would count as leaks."""
     flat = 0
     for seed in range(20):
         dice, noise = np.random.default_rng(seed), 0.0

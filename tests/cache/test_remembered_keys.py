@@ -107,7 +107,7 @@ def test_remembered_keys_of_other_weights_are_not_used():
 
 
 def test_a_node_with_keys_may_follow_one_without():
-    """A path may know its keys only after its first blocks were committed without."""
+    """A path may know its keys only after its first blocks were committed without keys."""
     cache, keys = TieredCache(CacheConfig(device_blocks=32, block_tokens=BLOCK)), PathKeys()
     _commit(cache, _path(8))
     cache._tree.scheme.of_path(_path(16, keys), 8)

@@ -340,7 +340,8 @@ def test_one_job_writes_several_paths():
 
 
 def test_a_partial_write_of_several_paths_keeps_its_leading_blocks():
-    """The first path is on the host, of the second its first block; the other slot is free."""
+    """The first path is on the host, and so is the first block of the second path; the other
+    slot is free."""
     cache, plan = make_two_to_write()
 
     cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.PARTIAL, num_blocks=3), now=0.0)

@@ -101,7 +101,7 @@ def test_two_steps_may_be_in_flight(
 
 
 @pytest.mark.slow
-def test_a_vocabulary_that_cannot_be_split_evenly_is_split_all_the_same(
+def test_a_vocabulary_that_cannot_be_split_evenly_is_still_split(
     tmp_path: Path, two_ranks: RankHarness
 ) -> None:
     """The parts of the embedding and of the output layer differ by one token, and the parts of

@@ -225,7 +225,7 @@ def test_a_receiver_that_cannot_map_the_memory_refuses(harness):
 
 
 def test_a_frame_without_a_validity_word_costs_the_connection_and_the_lease_ends(harness):
-    """The word is looked up after the copy; the lease is closed all the same (lesson 66)."""
+    """The word is looked up after the copy; the lease is closed nevertheless (lesson 66)."""
     harness.receiver.open(1, [3])
     peer = RawSender(harness.receiver.address, BLOCK_BYTES)
     piece = SentPiece(0, 0, BLOCK_BYTES, bytes(16))

@@ -24,7 +24,7 @@ from tests.scheduler.harness import expected_tokens, make_prompt, make_request, 
 
 
 def test_a_hit_below_the_device_counts_for_the_tier_it_was_found_in() -> None:
-    """Lesson 64: usage and ledger name the host, and why it was loaded."""
+    """Lesson 64: usage and ledger name the host, and the reason of the load."""
     harness = make_warm()
     before = harness.runner.num_tokens
 

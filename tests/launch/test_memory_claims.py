@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_used_prevents_no_start(
 def test_a_start_that_holds_the_folder_is_not_waited_for_without_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """A stopped process keeps its lock. Later engines start all the same, and see the claims
+    """A stopped process keeps its lock. Later engines start nevertheless, and see the claims
     made so far."""
     with open_claims(tmp_path) as held:
         assert held is not None

@@ -67,7 +67,7 @@ def test_every_tier_gives_back_what_the_ranks_put_there(two_ranks: LLM) -> None:
 def test_sequences_that_do_not_fit_together_are_preempted_and_give_the_same_tokens(
     two_ranks: LLM, open_engine: Open
 ) -> None:
-    """One rank has room for all sequences, two ranks have not."""
+    """One rank has room for all sequences; two ranks do not."""
     prompts = make_prompts(4, *[60] * 6)
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6
     crowded = [answer.tokens for answer in two_ranks.generate(prompts, params)]

@@ -46,7 +46,7 @@ def test_the_shipped_weights_are_there_and_say_where_they_come_from():
     assert load_weights("none") is None
 
 
-def test_a_policy_begins_half_way_to_its_weights_with_fresh_step_sizes():
+def test_a_policy_begins_with_half_of_each_weight_and_with_fresh_step_sizes():
     """It starts with what was learned elsewhere, and learns as fast as from nothing."""
     weights = load_weights("shipped")
     assert weights is not None

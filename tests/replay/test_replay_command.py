@@ -183,8 +183,8 @@ def test_speed_moves_arrivals_and_nothing_else():
 
 
 def test_scale_keeps_sessions_whole_and_adds_copies_that_share_nothing():
-    """Half keeps some sessions with all their requests. Twice adds as many again, with other
-    blocks."""
+    """`--scale 0.5` keeps some sessions with all their requests. `--scale 2` adds as many
+    sessions again, with other blocks."""
     sessions = {
         n: [make_request([n, 100 + n], at_s=float(n + k)) for k in (0, 50)] for n in range(40)
     }

@@ -22,7 +22,7 @@ PROMPT = make_prompt(33)
 
 
 def make_harness(**options: Any) -> Harness:
-    """The host has the blocks of PROMPT, the device has not."""
+    """The host has the blocks of PROMPT; the device does not have them."""
     whole: dict[str, Any] = {"num_blocks": 17, "host_blocks": 64}
     harness = Harness(**(whole | options))
     for number in range(2):

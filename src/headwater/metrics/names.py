@@ -98,7 +98,7 @@ UNWRITTEN = Metric(
 LOST_BLOCKS = Metric(
     "tier_lost_blocks_total",
     Kind.COUNTER,
-    "Blocks that left their last tier: memory, without being in storage; or storage.",
+    "Blocks that left their last tier: from memory without being in storage, or from storage.",
     ("tier",),
 )
 EXPECTED_SECONDS = Metric(
