@@ -98,6 +98,14 @@ CLAIMS = [
         "after 83 ms (H200, 8B model) | 1,119 ms computed by Headwater",
         FIGURE + "82.6 ms | 1,119 ms computed",
     ),
+    # GPU
+    (
+        "docs/gpu.md",
+        "Gemma-3-4B 0.64 / 0.68; Phi-4-mini 0.72 / 0.70",
+        FIGURE + "0.64 / 0.68, 0.72 / 0.70, 0.79 / 0.88",
+    ),
+    ("docs/gpu.md", "Qwen3-30B-A3B 0.51 / 0.89", FIGURE + "0.51 / 0.89 / 0.90"),
+    ("docs/gpu.md", "DeepSeek-V2-Lite 0.48 / 0.76", FIGURE + "0.48 / 0.76 / 0.68"),
     # How it works
     (
         "docs/how-it-works.md",
