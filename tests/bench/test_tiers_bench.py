@@ -57,8 +57,9 @@ class ScriptedEngine:
 
 
 def test_the_time_to_compute_is_a_median_after_a_first_prompt_that_warms_up():
-    """Hits are medians in a warm engine. One cold sample to compare with would flatter them. The
-    last prompt stays, to be found."""
+    """Hits are medians in a warm engine, so the time to compute must be one, too: a single cold
+    sample would make hits look better than they are. The last prompt stays cached, so that hits
+    can find it."""
     engine = ScriptedEngine([9.0, 3.0, 1.0, 2.0])
 
     prompt, seconds = _compute(engine, 1024, 3)  # type: ignore[arg-type]

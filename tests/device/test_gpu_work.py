@@ -69,7 +69,7 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
 
 
 def test_long_prompts_and_prefixes_use_the_hopper_kernel() -> None:
-    """Long prompts and long prefixes count as many; a short chunk or a short context does
+    """Long prompts and long prefixes give enough tiles; a short chunk or a short context does
     not."""
     for count, context, use_hopper in (
         (32768, 32768, True),

@@ -54,8 +54,8 @@ class TieredCache(CacheParts):
         return match.version == (self._tree, self._tree.version)
 
     def available_beside(self, match: Match) -> int:
-        """Device blocks that `take` could deliver once `match` is leased: the lease makes the
-        found blocks that are not pinned yet unavailable."""
+        """Device blocks that `take` could deliver once `match` is leased. Then the found blocks
+        are pinned, so those that are not pinned yet no longer count."""
         left, kept = match.device_blocks, 0
         for node in match.nodes:
             count = min(left, len(node.device))

@@ -194,7 +194,7 @@ def int4_integers(w, zero):  # noqa: ANN201 - Triton's own types
 
 @triton.jit
 def int4_numbers(w, zero, scale):  # noqa: ANN201 - Triton's own types
-    """Like `int4_integers`, times `scale`."""
+    """Like `int4_integers`, multiplied by `scale`."""
     asm: tl.constexpr = _SCALED_BFLOAT16 if zero.dtype == tl.bfloat16 else _SCALED_FLOAT16
     return tl.inline_asm_elementwise(
         asm, "=&r,=&r,=&r,=&r,r,r,r", [w, zero, scale],
