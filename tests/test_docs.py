@@ -194,7 +194,7 @@ def test_every_command_marked_so_runs(page, server, tmp_path):
         start_new_session=True,
     ) as shell:
         try:
-            printed, _ = shell.communicate(timeout=120)
+            printed, _ = shell.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             os.killpg(shell.pid, signal.SIGKILL)
             raise

@@ -74,8 +74,8 @@ def test_a_router_is_shown_by_its_instances(capsys, monkeypatch):
     with router() as url:
         shown = run_top(url, capsys)
 
-    assert "policy cache_aware, 1 of 2 instances ready" in shown
-    assert "prompts 100.0 tokens/s   found 75 %   in flight 3" in shown
+    assert "1 of 2 instances ready, policy cache_aware" in shown
+    assert "last minute: 12.5 tokens/s, 100.0 prompt tokens/s, 75 % found; 3 in flight" in shown
     row, lost = (
         next(line for line in shown.splitlines() if name in line)
         for name in ("10.0.0.1:8000", "10.0.0.2:8000")
@@ -97,6 +97,23 @@ def test_a_narrow_terminal_shows_names_whole(capsys, monkeypatch):
     row = next(line for line in shown.splitlines() if "10.0.0.1:8000" in line)
     assert " ".join(row.split()) == "10.0.0.1:8000 mixed ready 2 1 12.5 75 % 1.5 s 400 ms"
     assert "…" not in shown
+    head, ready, totals, *_ = shown.splitlines()
+    assert head.startswith("headwater router at http://")
+    assert head.strip().endswith("live")
+    assert ready.strip() == "1 of 2 instances ready, policy cache_aware"
+    assert totals.startswith("last minute: ")
+
+
+def test_the_last_report_of_a_lost_instance_is_not_shown(capsys, monkeypatch):
+    """An instance that is lost but still registered computes nothing now."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setitem(ANSWER, "instances", [INSTANCE | {"state": "lost"}])
+    with router() as url:
+        shown = run_top(url, capsys)
+
+    row = next(line for line in shown.splitlines() if "10.0.0.1:8000" in line)
+    assert " ".join(row.split()) == "10.0.0.1:8000 mixed lost - - - - - 400 ms"
+    assert "last minute: 0.0 tokens/s, 0.0 prompt tokens/s, - found" in shown
 
 
 def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):

@@ -88,6 +88,26 @@ def test_the_report_has_the_roles_and_their_hand_offs(trace, capsys):
     assert json.loads(capsys.readouterr().out)["handoffs"]["done"] > 0
 
 
+def test_a_legend_stays_below_its_title():
+    """The most labels that a chart has are one row, which is above the axes, within their width
+    and below the title."""
+    figure = charts.new_figure(rows=2, columns=2)
+    axes = figure.axes[0]
+    axes.set_title("Sources of prompt tokens")
+    for name in ("ceiling", "device", "host", "storage", "peer", "computed"):
+        axes.plot([0, 1], label=name)
+    charts.legend_above(axes)
+    figure.draw_without_rendering()
+
+    drawn = axes.get_legend()
+    assert drawn is not None
+    legend, title = drawn.get_window_extent(), axes.title.get_window_extent()
+    frame = axes.get_window_extent()
+    assert frame.y1 <= legend.y0
+    assert legend.y1 <= title.y0
+    assert legend.x1 <= frame.x1
+
+
 def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys):
     """A folder gets both, a file name one; an SVG does not contain the time of day."""
     pytest.importorskip("matplotlib")

@@ -220,6 +220,9 @@ def test_a_cluster_hands_over_in_mutual_tls(folder):
 
     assert answer.status_code == 200, answer.text
     assert all(url.startswith("https://") for url in urls.values())
+    assert f"headwater top {urls['router']} --ssl-ca-certs {folder}/ca.pem" in "".join(
+        command.lines
+    )
     done = re.search(r'pd_handoffs_total\{side="decode"\} (\S+)', counted)
     assert done is not None, [line for line in counted.splitlines() if "pd_" in line]
     assert float(done[1]) == 1

@@ -97,10 +97,10 @@ def run_plan(options: Namespace) -> int:
             configs, load, bounds, prices, num_jobs=num_jobs, advance=progress.advance
         )
     plan["wall_s"] = time.perf_counter() - start
-    sys.stdout.write(json.dumps(plan) + "\n" if options.json else plan_table(plan))
-    if options.picture is not None:
+    if options.picture is not None:  # first: the verdict is the last line
         for path in draw_plan(plan, options.picture):
             sys.stderr.write(f"wrote {path}\n")
+    sys.stdout.write(json.dumps(plan) + "\n" if options.json else plan_table(plan))
     return 0
 
 

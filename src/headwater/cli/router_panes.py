@@ -34,10 +34,10 @@ def router_screen(answer: Mapping[str, Any], url: str, state: str) -> Renderable
     ready = sum(entry["state"] == "ready" for entry in instances)
     head = Text.assemble(
         ("headwater router ", "bold"),
-        f"at {url}, policy {answer['policy']}, "
-        f"{ready} of {len(instances) + len(lost)} instances ready  ",
+        f"at {url}  ",
         ("●" if state == "live" else "◆", "green" if state == "live" else "red"),
-        f" {state}",
+        f" {state}\n",
+        f"{ready} of {len(instances) + len(lost)} instances ready, policy {answer['policy']}",
     )
     if not instances and not lost:
         hint = Text("no instance; start one with headwater serve --router URL", "dim")
@@ -46,15 +46,15 @@ def router_screen(answer: Mapping[str, Any], url: str, state: str) -> Renderable
 
 
 def _totals(instances: list[dict[str, Any]]) -> Text:
-    reports = [entry["report"] for entry in instances]
+    reports = [entry["report"] for entry in instances if entry["state"] != "lost"]
     known = [report for report in reports if report["hit_share"] is not None]
     prompts = sum(report["prompt_tokens_s"] for report in known)
     found = sum(report["hit_share"] * report["prompt_tokens_s"] for report in known)
     return Text(
-        f"output {sum(report['output_tokens_s'] for report in reports):,.1f} tokens/s"
-        f"   prompts {sum(report['prompt_tokens_s'] for report in reports):,.1f} tokens/s"
-        f"   found {percent(found / prompts if prompts else None)}"
-        f"   in flight {sum(entry['num_alive'] for entry in instances):,}   (rates: last minute)"
+        f"last minute: {sum(report['output_tokens_s'] for report in reports):,.1f} tokens/s,"
+        f" {sum(report['prompt_tokens_s'] for report in reports):,.1f} prompt tokens/s,"
+        f" {percent(found / prompts if prompts else None)} found;"
+        f" {sum(entry['num_alive'] for entry in instances):,} in flight"
     )
 
 
@@ -89,8 +89,12 @@ def _names(entry: Mapping[str, Any], state: str) -> tuple[str, str, Text]:
 
 
 def _cells(entry: Mapping[str, Any]) -> dict[str, str]:
+    """A lost instance's last report is old, so it is not shown."""
     report, load = entry["report"], entry["load"]
-    return {
+    seen = {"blocks": f"{entry['known_blocks']:,}", "seen ago": _seen(entry)}
+    if entry["state"] == "lost":
+        return dict.fromkeys(_COLUMNS, "-") | seen
+    return seen | {
         "run": f"{load['running']:,}",
         "wait": f"{load['waiting']:,}",
         "tokens/s": f"{report['output_tokens_s']:,.1f}",
@@ -99,8 +103,6 @@ def _cells(entry: Mapping[str, Any]) -> dict[str, str]:
         "first p99": duration(report["ttft_p99_s"]),
         "between p50": duration(report["itl_p50_s"]),
         "between p99": duration(report["itl_p99_s"]),
-        "blocks": f"{entry['known_blocks']:,}",
-        "seen ago": _seen(entry),
     }
 
 

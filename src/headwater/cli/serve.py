@@ -215,9 +215,10 @@ def banner(serving: Serving, engine: EngineConfig, server: ServerConfig) -> str:
         if engine.prefix_caching
         else "prefix caching is off"
     )
-    curl = "curl"
+    curl, top = "curl", f"headwater top {serving.url}"
     if server.tls is not None:
-        curl += f" --cacert {server.tls.ssl_ca_certs or 'CA.pem'}"
+        ca = server.tls.ssl_ca_certs or "CA.pem"
+        curl, top = f"{curl} --cacert {ca}", f"{top} --ssl-ca-certs {ca}"
     if server.needs_key:
         curl += " -H 'Authorization: Bearer KEY'"
     tiers = "".join(f"\n  {line}" for line in info.tiers)
@@ -234,7 +235,7 @@ Headwater {__version__} is ready at {serving.url}
 try:
   {curl} {serving.url}/v1/chat/completions -d '{body}'
   {curl} {serving.url}/cache
-  headwater top {serving.url}
+  {top}
   {serving.url}/dashboard in a browser
 stop with Ctrl-C"""
 

@@ -333,7 +333,10 @@ def _ports(options: Namespace, num_instances: int) -> list[int]:
 def _banner(name: str, members: "Sequence[Member]", token: Path, options: Namespace) -> str:
     routers = [member for member in members if member.process.is_router]
     url, ca_certs = routers[0].url, options.ssl_ca_certs
-    curl = "curl" if ca_certs is None else f"curl --cacert {shlex.quote(ca_certs)}"
+    curl, top = "curl", f"headwater top {url}"
+    if ca_certs is not None:
+        curl = f"curl --cacert {shlex.quote(ca_certs)}"
+        top += f" --ssl-ca-certs {shlex.quote(ca_certs)}"
     width = max(len(member.name) for member in members)
     lines = "".join(
         f"\n  {member.name:<{width}}  {member.url}  "
@@ -346,7 +349,7 @@ Headwater cluster is ready at {url}{lines}
 try:
   {curl} {url}/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
   {curl} {url}/instances
-  headwater top {url}
+  {top}
   headwater status{cluster}
   {url}/dashboard in a browser
 add or replace an instance:

@@ -118,7 +118,7 @@ def _draw_hits(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
     left, right = minutes - width / 2, minutes + width / 2
     axes.hlines(ceiling, left, right, color="#222222", linewidth=1.2, label="ceiling")
     axes.set_xlim(left[0], right[-1])
-    _legend_above(axes)
+    legend_above(axes)
 
 
 def _draw_first_tokens(axes: "Axes", report: Report) -> None:
@@ -132,6 +132,7 @@ def _draw_first_tokens(axes: "Axes", report: Report) -> None:
     seconds = [max(ms, 0.01) / 1e3 for ms in quantiles_ms]
     axes.plot(seconds, [at / 100 for at in range(101)], color=COLOURS["device"])
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     for at, style in ((50, ":"), (99, "-.")):
         label = f"p{at} {_duration(seconds[at])}"
         axes.axvline(seconds[at], color="#666666", linewidth=1, linestyle=style, label=label)
@@ -140,7 +141,7 @@ def _draw_first_tokens(axes: "Axes", report: Report) -> None:
             limit_s = bound["limit_ms"] / 1e3
             label = f"SLO {name} {_duration(limit_s)}"
             axes.axvline(limit_s, color=SLO_COLOUR, linewidth=1.5, label=label)
-    _legend_above(axes)
+    legend_above(axes)
 
 
 def _duration(seconds: float) -> str:
@@ -169,7 +170,7 @@ def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
             colors=[colour for _, colour in drawn.values()],
         )
         axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
-        _legend_above(axes)
+        legend_above(axes)
     axes.set_ylim(bottom=0)
 
 
@@ -185,16 +186,17 @@ def _draw_queue(axes: "Axes", report: Report) -> None:
     axes.set_ylim(bottom=0)
     if minutes:
         axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
-    _legend_above(axes)
+    legend_above(axes)
 
 
-def _legend_above(axes: "Axes") -> None:
-    """A legend between title and axes, so that it never covers a line."""
+def legend_above(axes: "Axes") -> None:
+    """A legend of one row between title and axes, so that it covers neither a line nor the
+    title."""
     axes.set_title(axes.get_title(), pad=26)
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
-        ncols=5,
+        ncols=len(axes.get_legend_handles_labels()[1]),
         frameon=False,
         fontsize=9,
         columnspacing=1.2,

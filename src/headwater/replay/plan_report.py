@@ -49,7 +49,7 @@ class _FirstTokenUnit:
 
     def text(self, ms: float, *, sign: str = "") -> str:
         """`ms` in this unit; `sign` is `+` for a difference."""
-        return f"{ms:{sign},.1f} ms" if self._is_ms else f"{ms / 1e3:{sign},.2f} s"
+        return f"{ms:{sign}z,.1f} ms" if self._is_ms else f"{ms / 1e3:{sign}z,.2f} s"
 
 
 def _row(point: Point, unit: _FirstTokenUnit) -> str:
@@ -79,13 +79,13 @@ def _gains(per_tib: dict[str, Sequence[Plan]], unit: _FirstTokenUnit) -> list[st
     for tier in TIERS:
         for gain in per_tib[tier]:
             parts = [
-                f"{100 * gain['token_hit']:+.2f} points of hits",
+                f"{100 * gain['token_hit']:+z.2f} points of hits",
                 f"{unit.text(gain['ttft_p50_ms'], sign='+')} TTFT p50",
                 f"{unit.text(gain['ttft_p99_ms'], sign='+')} p99",
-                f"{gain['throughput']:+,.1f} tokens/s",
+                f"{gain['throughput']:+z,.1f} tokens/s",
             ]
             if "goodput_requests_per_s" in gain:
-                parts.append(f"{gain['goodput_requests_per_s']:+.3f} good requests/s")
+                parts.append(f"{gain['goodput_requests_per_s']:+z.3f} good requests/s")
             steps = f"{size_text(gain['from_gib'])} to {size_text(gain['to_gib'])} GiB"
             lines.append(f"  one TiB more of {tier:<7} ({steps}): {', '.join(parts)}")
     return lines

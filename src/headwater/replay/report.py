@@ -250,6 +250,9 @@ def kept_growing(waiting: Sequence[float]) -> bool:
     peak = list(waiting).index(most) + 1 if waiting else 0
     if most < _LEAST_OVERLOAD or peak < max(8, len(waiting) // 2):
         return False
+    last = len(waiting) * 19 // 20  # the last samples may be after the last arrival
+    if min(waiting[peak:last], default=most) < most / 4:
+        return False  # worked off while requests still arrived
     quarters = [waiting[peak * q // 4 : peak * (q + 1) // 4] for q in range(4)]
     means = [sum(quarter) / len(quarter) for quarter in quarters]
     return means[1] > 0 and all(a < b for a, b in pairwise(means))

@@ -41,9 +41,10 @@ function node(entry, { x, y }, wide, way) {
   const note = report ? `${bytes(report[`${way}_bytes`])} ${way}` : "lost";
   const failed = report?.failed_handoffs ? `, ${whole(report.failed_handoffs)} failed` : "";
   const long = Math.floor((wide - 16) / 7), name = entry.instance_id;
+  const last = isLost && report ? `lost; ${bytes(report[`${way}_bytes`])}` : note + failed;
   return [
     svg("rect", { class: isLost ? "node bad" : "node", x: x + 0.5, y: y + 0.5, width: wide - 1, height: BOX, rx: 8 }),
     svg("text", { class: "name", x: x + 9, y: y + 17 }, svg("title", {}, name), name.length > long ? `…${name.slice(1 - long)}` : name),
-    svg("text", { class: isLost || failed ? "bad" : "", x: x + 9, y: y + 33 }, isLost && report ? `lost; ${note}` : note + failed),
+    svg("text", { class: isLost || failed ? "bad" : "", x: x + 9, y: y + 33 }, last),
   ];
 }

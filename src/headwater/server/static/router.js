@@ -23,8 +23,9 @@ watch(async () => {
 addEventListener("resize", hintScroll);
 
 function showTiles(instances, lost) {
-  const sum = (get) => instances.reduce((total, entry) => total + get(entry), 0);
-  const worst = (name) => { const found = instances.map((entry) => entry.report[name]).filter((s) => s != null); return found.length ? Math.max(...found) : null; };
+  const alive = instances.filter((entry) => entry.state !== "lost"); // the last report of a lost one is old
+  const sum = (get) => alive.reduce((total, entry) => total + get(entry), 0);
+  const worst = (name) => { const found = alive.map((entry) => entry.report[name]).filter((s) => s != null); return found.length ? Math.max(...found) : null; };
   const ready = instances.filter((entry) => entry.state === "ready").length;
   const gone = lost.length + instances.filter((entry) => entry.state === "lost").length;
   const roles = {};
@@ -41,7 +42,7 @@ function showTiles(instances, lost) {
   setText("t-alive", whole(sum((entry) => entry.num_alive)));
   setText("t-load", `${whole(sum((entry) => entry.load.running))} running, ${whole(sum((entry) => entry.load.waiting))} waiting, ${whole(sum((entry) => entry.load.leases))} leases`);
   setText("t-blocks", count(sum((entry) => entry.known_blocks)));
-  setText("t-trust", `${instances.filter((entry) => entry.trust === "exact").length} known exactly`);
+  setText("t-trust", `${alive.filter((entry) => entry.trust === "exact").length} known exactly`);
 }
 
 function table(rows) {
@@ -54,12 +55,14 @@ const pill = (text, isBad) => h("td", {}, h("span", { class: isBad ? "pill bad" 
 const name = (entry) => h("td", { class: "name" }, h("a", { href: `${entry.url}/dashboard`, rel: "noreferrer", title: entry.instance_id }, entry.instance_id));
 
 function row(entry) {
-  const { report, load } = entry;
+  const { report, load } = entry, isLost = entry.state === "lost";
+  const said = (text) => cell(isLost ? "–" : text); // what it reported before it was lost is not true now
   return h("tr", { "data-instance": entry.instance_id },
-    name(entry), h("td", {}, entry.role), pill(entry.state, entry.state === "lost"),
-    ...[count(report.output_tokens_s), count(report.prompt_tokens_s), share(report.hit_share)].map(cell),
-    ...[report.ttft_p50_s, report.ttft_p99_s, report.itl_p50_s, report.itl_p99_s].map((s) => cell(seconds(s))),
-    ...[load.running, load.waiting, load.leases, entry.num_alive, entry.outstanding_tokens].map((n) => cell(whole(n))),
+    name(entry), h("td", {}, entry.role), pill(entry.state, isLost),
+    ...[count(report.output_tokens_s), count(report.prompt_tokens_s), share(report.hit_share)].map(said),
+    ...[report.ttft_p50_s, report.ttft_p99_s, report.itl_p50_s, report.itl_p99_s].map((s) => said(seconds(s))),
+    ...[load.running, load.waiting, load.leases].map((n) => said(whole(n))),
+    ...[entry.num_alive, entry.outstanding_tokens].map((n) => cell(whole(n))),
     pill(entry.trust, false), cell(whole(entry.known_blocks)), cell(whole(entry.gaps)),
     ...(heads === HEADS ? [h("td", {}, entry.group)] : []), cell(`${seconds(entry.seen_s_ago)} ago`));
 }

@@ -81,12 +81,13 @@ function element({ node, row, left, width }, root) {
 
 const keyOf = (node) => (node.kind ? `${node.kind}-${node.hidden ?? ""}` : String(node.uid));
 const freshness = (age) => Math.max(0.3, 1 - Math.log2(1 + age) / 12);
+const blocks = (n) => `${whole(n)} ${n === 1 ? "block" : "blocks"}`;
 
 function label(node, width) {
   if (node.kind === "more") return `+${whole(node.hidden)} more`;
   if (node.kind === "apart") return width > 150 ? `salted: ${whole(node.total)}` : "salted";
-  if (node === top) return `${whole(node.total)} blocks`;
-  return width > 110 ? `${whole(node.num_blocks)} blocks` : whole(node.num_blocks);
+  if (node === top) return blocks(node.total);
+  return width > 110 ? blocks(node.num_blocks) : whole(node.num_blocks);
 }
 
 function describe(node) {
@@ -95,9 +96,9 @@ function describe(node) {
     const { apart } = node;
     return `${whole(apart.num_namespaces)} salted tenants with ${apart.is_whole ? "" : "more than "}${whole(apart.device)} blocks on the device, ${whole(apart.host)} on the host, ${whole(apart.stored)} in storage; nothing else about them is shown`;
   }
-  if (node === top) return `Everything that is drawn: ${whole(node.total)} blocks`;
+  if (node === top) return `Everything that is drawn: ${blocks(node.total)}`;
   const used = node.num_pins ? "in use now" : node.age === 0 ? "used last" : `last used ${whole(node.age)} requests ago`;
-  return `Blocks ${whole(node.start)}–${whole(node.start + node.num_blocks)} of their path: ${whole(node.num_blocks)} blocks (${whole(node.num_blocks * blockTokens)} tokens); device ${whole(node.device)}, host ${whole(node.host)}, storage ${whole(node.stored)}; ${used}; ${whole(node.num_children)} branches`;
+  return `Blocks ${whole(node.start)}–${whole(node.start + node.num_blocks)} of their path: ${blocks(node.num_blocks)} (${whole(node.num_blocks * blockTokens)} tokens); device ${whole(node.device)}, host ${whole(node.host)}, storage ${whole(node.stored)}; ${used}; ${whole(node.num_children)} branches`;
 }
 
 function look(node, key) {
@@ -146,7 +147,7 @@ function drawPath() {
   path.forEach((uid, i) => {
     const node = nodes.get(uid);
     crumbs.push(h("span", { class: "muted" }, "›"), h("button", { type: "button", "aria-current": i === path.length - 1 ? "location" : false,
-      onclick: () => { path = path.slice(0, i + 1); draw(); } }, `${whole(node.num_blocks)} blocks`));
+      onclick: () => { path = path.slice(0, i + 1); draw(); } }, blocks(node.num_blocks)));
   });
   byId("tree-path").replaceChildren(...(path.length ? crumbs : []));
 }
