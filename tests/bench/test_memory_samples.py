@@ -53,6 +53,16 @@ def test_memory_that_moves_in_steps_is_no_leak(resident: list[int]) -> None:
     assert flat >= 18
 
 
+def test_the_second_half_is_one_of_time(resident: list[int]) -> None:
+    """Memory grows until all caches are full. Rounds take longer while the machine is busy, so the
+    second half of the samples may begin before that."""
+    samples = MemorySamples()
+    for now_s in (*range(1500), *range(1500, 3000, 10)):
+        resident.append((100 << 20) + (min(now_s, 1400) << 10))
+        samples.add(float(now_s))
+    assert samples.report()["rss_mib"]["slope_per_minute"] == pytest.approx(0.0, abs=1e-4)
+
+
 @pytest.mark.skipif(not _memory.allocated_bytes(), reason="needs glibc")
 def test_allocated_bytes_count_what_the_process_holds() -> None:
     """A leak of a C library is seen at once, whether its pages were touched or not."""
