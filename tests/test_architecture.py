@@ -28,6 +28,10 @@ CALLED_BY_OTHERS = {"capture_signals", "lease_end_s"}
 """A method that uvicorn calls, and the state of a hand-off that only tests ask for."""
 
 
+OF_OTHER_ENGINES = {"TieringOffloadingSpec"}
+"""Classes of other engines that docstrings name and the code does not use."""
+
+
 def test_the_core_imports_without_torch_and_without_server_libraries():
     """Cache, scheduler and loop start on a machine that has numpy only."""
     absent = ("torch", "transformers", "msgspec", "zmq", "starlette", "uvicorn", "tokenizers")
@@ -139,6 +143,22 @@ def test_every_function_and_class_is_used():
     }
 
     assert {name for name in unused if not is_command(name)} == CALLED_BY_OTHERS
+
+
+def test_classes_that_docstrings_name_exist():
+    """A class that was renamed is renamed in prose too."""
+    named, known = defaultdict(set), set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str() as text)):
+                    for name in re.findall(r"`([A-Z][a-z]+[A-Z]\w*)`", text):
+                        named[name].add(str(path.relative_to(SOURCE)))
+                case ast.ClassDef(name=name) | ast.Name(id=name) | ast.alias(name=name):
+                    known.add(name)
+
+    missing = {name: paths for name, paths in named.items() if name not in known}
+    assert set(missing) == OF_OTHER_ENGINES, missing
 
 
 def is_command(name):

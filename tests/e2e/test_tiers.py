@@ -83,8 +83,9 @@ def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
 
 
 def test_a_split_is_seen_by_the_client_and_in_the_ledger():
-    """Load the head, compute the tail: with a deadline that only some blocks can meet, by the
-    prices in /cache, the answer reports how many were chosen and the cost of all."""
+    """The head is loaded and the tail is computed, because by the prices in /cache only some
+    blocks can meet the deadline. The answer reports how many blocks were chosen, and the cost
+    of all."""
     server = LiveServer("--swap-space", "0.25", blocks=24).wait_ready()
     right, _ = ask(server, 1)
     ask(server, 1)

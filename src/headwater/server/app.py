@@ -54,7 +54,8 @@ ROUTES = [
 
 
 def create_app(service: Service) -> Starlette:
-    """The application of one service. `AccessMiddleware` checks keys before it."""
+    """The application of one service. `ReadinessMiddleware`, which stands before it, checks
+    keys."""
     app = Starlette(
         routes=ROUTES,
         exception_handlers=EXCEPTION_HANDLERS,

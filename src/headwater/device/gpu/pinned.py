@@ -49,7 +49,7 @@ class PinnedSlab:
         self._num_pieces = -(-slab.num_slots // self._piece_slots)
         self._changed = Condition()
         self._waiting = list(range(self._num_pieces - 1, -1, -1))
-        """Pieces that have not begun; the last one is next."""
+        """Pieces that have not begun; the one at the end of the list is pinned next."""
         self._pinned: set[int] = set()
         self._failed: str | None = None
         self._num_busy = 0

@@ -1,9 +1,9 @@
 """Quantised weights on the GPU: kept in their stored format, and multiplied without a
 dequantised copy.
 
-Fp8Weight has a scale for each output. Its products also quantise each input row with its own
-scale, and use the FP8 tensor cores; a single row is not quantised. GroupedWeight has a scale
-for each group of inputs and is converted inside the product.
+A weight in FP8 by row has a scale for each output. Its products also quantise each input row
+with its own scale, and use the FP8 tensor cores; a single row is not quantised. The other
+formats have a scale for each group of inputs and are converted inside the product.
 """
 
 from collections.abc import Callable, Sequence
