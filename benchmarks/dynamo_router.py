@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 sys.path.insert(0, str(SOURCE))
 
 from headwater.device import builtin  # noqa: E402 - found through SOURCE
+from headwater.testing.ports import free_port  # noqa: E402 - found through SOURCE
 
 RECOMMENDED = "--router-prefill-load-scale 16"
 """The flags of docs/plugins.md."""
@@ -61,7 +61,7 @@ class Cluster:
         self.kinds = [*kinds, "headwater"]
         places = [("headwater", 0)]
         places += [(kind, at) for kind in kinds for at in range(len(self._variants))]
-        self.urls = {place: f"http://127.0.0.1:{_free_port()}" for place in places}
+        self.urls = {place: f"http://127.0.0.1:{free_port()}" for place in places}
         """The URL of each kind of router, for each set of flags."""
 
     def start(self) -> None:
@@ -260,13 +260,6 @@ def summarise(flags: str, shares: dict[str, list[float]]) -> dict[str, object]:
         "ratios": [round(one, 4) for one in ratios],
         "rounds": {kind: [round(v, 4) for v in values] for kind, values in shares.items()},
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _port(url: str) -> str:
