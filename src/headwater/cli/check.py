@@ -94,7 +94,7 @@ def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         type=int,
         metavar="N",
         default=CPU_STEP_TOKENS,
-        help=help_text("most tokens computed in one step"),
+        help=help_text("maximum number of tokens computed in one step"),
     )
     parser.add_argument(
         "--swap-space",

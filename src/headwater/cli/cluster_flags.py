@@ -61,7 +61,9 @@ def add_cluster_flags(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=_PEERS.max_inflight,
-        help=help_text("most prompts computed for others at once; more are refused"),
+        help=help_text(
+            "maximum number of prompts computed for others at once; more are refused"
+        ),
     )
     group.add_argument(
         "--router",

@@ -130,7 +130,9 @@ def _add_http(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=_SERVER.max_engine_restarts,
-        help=help_text("most restarts of a dead engine within 10 minutes; then exit with 1"),
+        help=help_text(
+            "maximum number of restarts of a dead engine within 10 minutes; then exit with 1"
+        ),
     )
     group.add_argument(
         "--exit-with-engine",
@@ -197,7 +199,7 @@ def _add_model(parser: ArgumentParser) -> None:
         "--max-model-len",
         type=int,
         metavar="TOKENS",
-        help="most tokens of prompt and output together (default: that of the model)",
+        help="maximum number of tokens of prompt and output together (default: that of the model)",
     )
 
 
@@ -280,7 +282,7 @@ def _add_tiers(parser: ArgumentParser) -> None:
         "--prefetch-sessions",
         action=BooleanOptionalAction,
         default=_ENGINE.prefetch_sessions,
-        help="load sessions shortly before the time they announced to return (default: on)",
+        help="load sessions shortly before the return time that was announced (default: on)",
     )
     group.add_argument(
         "--load-policy",
@@ -313,13 +315,13 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help=f"most sequences per step (default: {CPU_NUM_SEQS} on a CPU; on a GPU by its memory)",
+        help=f"maximum number of sequences per step (default: {CPU_NUM_SEQS} on a CPU; on a GPU by its memory)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="most tokens computed in one step (default: "
+        help="maximum number of tokens computed in one step (default: "
         f"{CPU_STEP_TOKENS} on a CPU, {PREFILL_TOKENS} for the prefill role; on a GPU by its memory)",
     )
     group.add_argument(
@@ -352,7 +354,7 @@ def _add_limits(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=_LIMITS.max_queued,
-        help=help_text("most waiting sequences; more get a 429"),
+        help=help_text("maximum number of waiting sequences; more get a 429"),
     )
     group.add_argument(
         "--max-stored-responses",

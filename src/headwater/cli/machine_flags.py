@@ -59,13 +59,13 @@ def add_machine(group: _ArgumentGroup) -> None:
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help="most sequences in a step (default: that of the machine)",
+        help="maximum number of sequences in a step (default: that of the machine)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="most tokens in a step (default: that of the machine)",
+        help="maximum number of tokens in a step (default: that of the machine)",
     )
     group.add_argument(
         "--max-itl-ms",

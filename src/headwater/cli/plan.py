@@ -17,7 +17,7 @@ from headwater.errors import ConfigError
 _ABOUT = """\
 Replay a trace on every combination of tier sizes, policies and instance counts, on all cores, and
 compare: what one more TiB of each tier gains in hits, time to the first token and throughput, and
-which deployments no cheaper one beats. The last line is the verdict in one sentence.
+which deployments are better than every cheaper one. The last line is the verdict in one sentence.
 
   headwater plan trace.jsonl --slo ttft_p99=2s --device-gib 60,120 --host-gib 0,256,1024
   headwater plan trace.jsonl --instances 8 --pd 2:6,3:5,4:4 --slo ttft_p99=2s,itl_p99=50ms
