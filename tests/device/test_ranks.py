@@ -1,5 +1,6 @@
 """Models split over ranks give, token for token, the output of one rank."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,14 @@ def test_layers_that_cannot_be_split_are_refused(
     """Their results would be wrong."""
     with pytest.raises(ModelError, match="tensor"):
         load(family(name), share=RankShare(rank=0, size=2))
+
+
+def test_the_page_names_the_families_that_are_refused() -> None:
+    """The others are computed by several ranks in these tests."""
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    named = re.search(r"Every served family works except ([^;]*?), which\s+are refused", page)
+    assert named is not None
+    assert set(re.findall(r"`(\w+)`", named[1])) == REFUSED
 
 
 @pytest.mark.nightly
