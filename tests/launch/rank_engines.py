@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from headwater.device.builtin import LlamaShape
+from headwater.engine.llm import OfflineEngine
 from headwater.launch.llm import LLM
 from headwater.scheduler.request import SamplingParams
 
@@ -29,9 +30,11 @@ def make_params(count: int = 12) -> list[SamplingParams]:
     ]
 
 
-def say(engine: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, int]]:
+def say(
+    engine: OfflineEngine, prompts: list[list[int]], params: list[SamplingParams] | None = None
+) -> tuple[list[list[int]], dict[str, int]]:
     """The output, and the tiers in which prompts were found."""
-    answers = engine.generate(prompts, make_params())
+    answers = engine.generate(prompts, params or make_params())
     found: dict[str, int] = {}
     for answer in answers:
         assert answer.usage is not None
@@ -41,6 +44,6 @@ def say(engine: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], dict[st
     return [answer.tokens for answer in answers], found
 
 
-def rank_pids(engine: LLM) -> list[int]:
+def rank_pids(engine: OfflineEngine) -> list[int]:
     runner: Any = engine.core._runner
     return [rank.process.pid for rank in runner._ranks._ranks]
