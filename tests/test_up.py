@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from headwater.cli import main
 from headwater.cluster.control import ClusterFolder, ControlServer
 from headwater.testing.ports import free_port
+from tests.waiting import is_running, until
 
 
 @pytest.mark.parametrize(
@@ -128,59 +130,140 @@ def instances_of(url, headers, *, wanted, field="url"):
         assert time.monotonic() < deadline
 
 
-@pytest.mark.slow
-def test_a_killed_instance_comes_back_and_the_cluster_can_be_steered(tmp_path):
-    """The cluster comes from a file; the test uses kill -9, status, scale, logs and down, as an
-    operator would."""
-    file = tmp_path / "cluster.yaml"
-    file.write_text(
-        "roles: {mixed: {count: 1}}\nrouters: {port: 0}\nrestart: {first_delay_s: 0.1}\n"
-        "flags: {num-gpu-blocks-override: 32, threads: 1}\n"
-    )
-    environment = os.environ | {"HEADWATER_STATE": str(tmp_path / "state")}
+class LocalCluster:
+    """`headwater up -f FILE` with one instance, and the commands that an operator gives."""
 
-    def headwater(*words):
-        command = [sys.executable, "-m", "headwater", *words]
+    def __init__(self, folder, *, is_killed=False):
+        """With `is_killed` it is not asked to stop at the end."""
+        self._is_killed = is_killed
+        self.file, self.state = folder / "cluster.yaml", folder / "state"
+        self.write_file(flags="num-gpu-blocks-override: 32, threads: 1")
+        self._environment = os.environ | {"HEADWATER_STATE": str(self.state)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headwater", "up", "-f", str(self.file)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+        )
+        assert self.process.stdout is not None
+        self._lines = self.process.stdout
+
+    def __enter__(self):
+        try:
+            self.read_until("stop with")
+        except AssertionError:
+            self.process.kill()
+            raise
+        return self
+
+    def __exit__(self, kind, error, trace):
+        with self._lines as lines:
+            if self._is_killed:
+                self.process.kill()
+                self.process.wait()
+                return
+            self.ask("down")
+            rest = lines.read()
+        assert self.process.wait(timeout=90) == 0, rest
+
+    def write_file(self, flags):
+        self.file.write_text(
+            "roles: {mixed: {count: 1}}\nrouters: {port: 0}\nrestart: {first_delay_s: 0.1}\n"
+            f"flags: {{{flags}}}\n"
+        )
+
+    def ask(self, *words):
+        """Run a command of `headwater` and return its output."""
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "headwater", *words],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def members():
-        return {m["name"]: m for m in json.loads(headwater("status", "--json"))["members"]}
+    def members(self):
+        return {m["name"]: m for m in json.loads(self.ask("status", "--json"))["members"]}
 
-    with subprocess.Popen(
-        [sys.executable, "-m", "headwater", "up", "-f", str(file)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as cluster:
-        assert cluster.stdout is not None
-        try:
-            until(cluster, "stop with")
-            url = members()["router"]["url"]
-            os.kill(int(members()["mixed-1"]["place"].split()[1]), signal.SIGKILL)
-            until(cluster, "mixed-1 is ready again")
-            named = instances_of(url, {}, wanted=1, field="instance_id")
-            headwater("scale", "mixed=2")
-            instances_of(url, {}, wanted=2)
-            listed = headwater("status")
-            log = headwater("logs", "mixed-1")
-        finally:
-            headwater("down")
-            rest = cluster.stdout.read()
-        assert cluster.wait(timeout=90) == 0, rest
+    def until_state(self, name, state, run=1):
+        """Wait until this start of a process has this state."""
+        until(
+            lambda: (
+                self.members()[name]["state"] == state
+                and self.ask("logs", name).count("is ready at") == run
+            ),
+            within_s=120,
+        )
+
+    def read_until(self, text):
+        """Read the lines of `headwater up` until one has `text`."""
+        for line in self._lines:
+            if text in line:
+                return
+        raise AssertionError(f"the cluster ended before it said {text!r}")
+
+
+@pytest.mark.slow
+def test_a_killed_instance_comes_back_and_the_cluster_can_be_steered(tmp_path):
+    """The cluster comes from a file; the test uses kill -9, status, scale, logs and down, as an
+    operator would."""
+    with LocalCluster(tmp_path) as cluster:
+        url = cluster.members()["router"]["url"]
+        os.kill(int(cluster.members()["mixed-1"]["place"].split()[1]), signal.SIGKILL)
+        cluster.read_until("mixed-1 is ready again")
+        named = instances_of(url, {}, wanted=1, field="instance_id")
+        cluster.ask("scale", "mixed=2")
+        instances_of(url, {}, wanted=2)
+        listed = cluster.ask("status")
+        log = cluster.ask("logs", "mixed-1")
 
     assert named == ["mixed-1"]
     assert "mixed-2" in listed
     assert log.count("is ready at") == 2
-    assert not list((tmp_path / "state").rglob("control"))
+    assert not list(cluster.state.rglob("control"))
 
 
-def until(cluster, text):
-    """Read the cluster's lines until one has `text`."""
-    for line in cluster.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"the cluster ended before it said {text!r}")
+@pytest.mark.slow
+def test_an_operator_drains_an_instance_and_restarts_it_with_new_flags(tmp_path):
+    """A drained instance stays down until it is restarted by name; a restart with a file uses the
+    flags of the file."""
+
+    def longest():
+        url = cluster.members()["mixed-1"]["url"]
+        return httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+
+    with LocalCluster(tmp_path) as cluster:
+        before = longest()
+        cluster.ask("drain", "mixed-1")
+        cluster.until_state("mixed-1", "stopped")
+        cluster.ask("restart", "mixed-1")
+        cluster.until_state("mixed-1", "ready", run=2)
+        cluster.ask("restart")
+        cluster.until_state("mixed-1", "ready", run=3)
+        cluster.write_file(flags="num-gpu-blocks-override: 32, threads: 1, max-model-len: 512")
+        cluster.ask("restart", "-f", str(cluster.file))
+        cluster.until_state("mixed-1", "ready", run=4)
+        after = longest()
+
+    assert before != after == 512
+
+
+@pytest.mark.slow
+def test_every_process_ends_when_up_is_killed(tmp_path):
+    """SIGKILL leaves it no time to stop its router and its instance, or them their children."""
+    with LocalCluster(tmp_path, is_killed=True) as cluster:
+        pids = below(cluster.process.pid)
+        cluster.process.kill()
+
+    assert len(pids) >= 4, "router, instance, its engine and its worker"
+    until(lambda: not any(map(is_running, pids)), within_s=60)
+
+
+def below(pid):
+    """The process ids of all descendants; each thread of a process may have children."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for path in lists for child in path.read_text().split()]
+    return [one for child in children for one in (child, *below(child))]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.live import LiveServer
 from tests.storage.conftest import RedisServer
-from tests.waiting import until
+from tests.waiting import is_running, until
 
 pytestmark = pytest.mark.slow
 
@@ -105,14 +105,6 @@ def test_a_killed_engine_leaves_its_host_tier_to_the_next():
     until(lambda: not any(map(is_running, processes)))
     assert shared_memory() <= before
     assert not [path for pid in processes for path in held_memory(pid)]
-
-
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def held_memory(pid):

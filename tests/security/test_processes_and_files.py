@@ -9,7 +9,7 @@ import pytest
 
 from headwater.errors import ConfigError
 from headwater.storage.file.directory import SlabDirectory
-from tests.waiting import until
+from tests.waiting import is_running, until
 
 PARENT = """
 import os, subprocess, sys
@@ -23,14 +23,6 @@ child = subprocess.Popen(
 print(child.pid, flush=True)
 child.wait()
 """
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_child_ends_when_its_parent_is_killed():
