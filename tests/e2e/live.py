@@ -123,11 +123,16 @@ class Stream:
     """A streamed completion that is read event by event, over its own connection."""
 
     def __init__(
-        self, url: str, fields: dict[str, Any], headers: dict[str, str] | None = None
+        self,
+        url: str,
+        fields: dict[str, Any],
+        headers: dict[str, str] | None = None,
+        *,
+        timeout_s: float = 60.0,
     ) -> None:
         place = urlsplit(url)
         self._connection = http.client.HTTPConnection(
-            place.hostname or "", place.port, timeout=60
+            place.hostname or "", place.port, timeout=timeout_s
         )
         body = {
             "prompt": "hello",

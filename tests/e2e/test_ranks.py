@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.live import LiveServer
+from tests.e2e.live import LiveServer, Stream
 from tests.e2e.test_disagg import TOKEN, complete, ids
+from tests.waiting import is_running, until
 
 
 def _rank_pids(server: LiveServer) -> list[int]:
@@ -53,6 +54,28 @@ def test_clients_get_an_error_for_a_lost_rank_and_the_engine_restarts_with_its_h
     log = "".join(server.errors)
     assert "host tier adopted" in log
     assert "terminate called" not in log
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_other_ranks_end_with_rank_0(number: int) -> None:
+    """Rank 0 is the engine process. When it is killed, or stopped until the supervisor kills it
+    after a minute, the stream ends with an error, the other rank is gone, and a new engine
+    serves."""
+    server = LiveServer("--tensor-parallel-size", "2").wait_ready()
+    (rank,) = _rank_pids(server)
+    stream = Stream(server.url, {"max_tokens": 8000}, timeout_s=180)
+    stream.next()
+
+    os.kill(server.engine_pid, number)
+
+    error = stream.rest()[-1]["error"]
+    stream.close()
+    assert error["code"] == "engine_dead"
+    until(lambda: not is_running(rank))
+    server.until_healthy()
+    assert server.complete().status_code == 200
+    assert server.stop() == 0
 
 
 @pytest.mark.nightly
