@@ -9,8 +9,7 @@ The parts are:
 - the time to the first token while the backend is stopped and its breaker is open, divided by
   that of an engine without storage
 - sessions that do not fit on the device: the share of the possible hits that each turn finds
-- a simulated grid: first tokens when loads are priced, divided by the better of always and
-  never waiting
+- a simulated grid: first tokens with priced loads, divided by the better of two fixed policies
 - the same grid on the built-in model, in real time
 - with --trace: hits when storage accepts a quarter of what is computed, by order of writes
 
