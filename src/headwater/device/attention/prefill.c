@@ -1,6 +1,6 @@
 /* Attention of prompt chunks over the blocks of the KV pool, in place, on a CPU.
  *
- * Scores are computed turned around: a panel of queries lies side by side in vectors, and keys
+ * Scores are computed transposed: a panel of queries lies side by side in vectors, and keys
  * and values are read one number at a time. So the pool needs no reordering, a softmax works on
  * whole vectors, and all heads of a KV head share what is read.
  *
