@@ -110,9 +110,9 @@ class LiveServer:
         """Request /health until the server drains."""
         until(lambda: "draining" in self.get("/health").text, within_s=60, pause_s=0)
 
-    def until_healthy(self) -> None:
+    def until_healthy(self, within_s: float = 60.0) -> None:
         """Request /health until it is 200."""
-        until(lambda: self.get("/health").status_code == 200, within_s=60)
+        until(lambda: self.get("/health").status_code == 200, within_s=within_s)
 
     def until_idle(self) -> dict[str, Any]:
         """Request /cache until nothing runs and nothing waits; return that state."""

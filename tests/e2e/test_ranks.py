@@ -73,7 +73,7 @@ def test_the_other_ranks_end_with_rank_0(number: int) -> None:
     stream.close()
     assert error["code"] == "engine_dead"
     until(lambda: not is_running(rank))
-    server.until_healthy()
+    server.until_healthy(within_s=240)
     assert server.complete().status_code == 200
     assert server.stop() == 0
 
