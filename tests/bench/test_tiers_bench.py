@@ -25,6 +25,8 @@ def test_json_has_the_promised_keys(capsys):
     assert {"memory", "file"} <= set(result["backend_ratio"])
     for ways in result["backend_ratio"].values():
         assert set(ways) == {"write", "read"}
+    for ways in result["backend_ratio_turns"].values():
+        assert all(low <= middle <= high for low, middle, high in ways.values())
     assert set(result["hung_ttft_ratio"]) == {"control", "memory contains", "memory write"}
     assert set(result["live_pricing_ratio"]["file/256/idle/slow"]) == {"p50", "p95"}
     assert result["hung_lost_slots"] == {"memory contains": 0, "memory write": 0}

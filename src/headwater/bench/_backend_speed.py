@@ -31,8 +31,10 @@ Speeds = dict[str, dict[str, float]]
 
 def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) -> dict[str, Any]:
     """Return `backend_ratio` and `backend_mb_s` by backend and direction, from the fastest
-    turns."""
+    turns. On a disk that others use these may be from different times, so `backend_ratio_turns`
+    has the quartiles of the ratios within each turn."""
     ratios: Speeds = {}
+    quartiles: dict[str, dict[str, list[float]]] = {}
     speeds: Speeds = {}
     room = {"capacity_bytes": 2 * blocks * _SLOT_BYTES, "slab_bytes": 2 * blocks * _SLOT_BYTES}
     backends = {
@@ -47,7 +49,7 @@ def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) ->
         finally:
             pair.close()
         seconds = turns[_WARM_UP:]
-        ratios[name], speeds[name] = {}, {}
+        ratios[name], speeds[name], quartiles[name] = {}, {}, {}
         for way in ("write", "read"):
             # A ceiling is the best that the medium can do, so the fastest turn counts, for the
             # backend too.
@@ -55,9 +57,15 @@ def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) ->
                 min(turn[f"{way} {who}"] for turn in seconds) for who in ("backend", "ceiling")
             )
             ratios[name][way] = bare / ours
+            paired = [turn[f"{way} ceiling"] / turn[f"{way} backend"] for turn in seconds]
+            quartiles[name][way] = np.percentile(paired, (25, 50, 75)).tolist()
             speeds[name][way] = blocks * _BLOCK_BYTES / 1e6 / ours
             speeds[name][f"{way} ceiling"] = blocks * _BLOCK_BYTES / 1e6 / bare
-    return {"backend_ratio": ratios, "backend_mb_s": speeds}
+    return {
+        "backend_ratio": ratios,
+        "backend_ratio_turns": quartiles,
+        "backend_mb_s": speeds,
+    }
 
 
 class _Pair:
