@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from headwater.cache import LoadJob, OffloadJob
+from headwater.clock import SystemClock
 from headwater.device.parallel.channel import ChannelClosed, RankChannel, RankMessage
 from headwater.device.parallel.messages import CopyBlocks
+from headwater.device.parallel.ranks import Rank, Ranks
 from headwater.device.parallel.step_message import StepPacker, StepUnpacker
+from headwater.errors import ConfigError
 from headwater.scheduler.batch import ScheduledBatch
 from headwater.scheduler.request import SamplingParams
 from headwater.types import JobId, RequestId, Tier
@@ -143,4 +146,40 @@ def test_a_rank_that_reads_nothing_is_an_error_after_the_deadline() -> None:
     with pytest.raises(BlockingIOError):
         channel.send(RankMessage.STEP, bytes(64 << 20))
     channel.close()
+    theirs.close()
+
+
+class _NoProcess:
+    """The process of a rank that is only a channel here."""
+
+    def describe_end(self) -> str:
+        return "was killed by SIGKILL"
+
+    def kill(self) -> None:
+        """There is nothing to kill."""
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        ("ends", "rank 1 of 2 failed: its process was killed by SIGKILL"),
+        ("fails", "rank 1 of 2 failed: no memory is left"),
+        ("hangs", "rank 1 of 2 did not answer LOADED within 0.05 s"),
+        ("confuses", "rank 1 answered READY instead of LOADED"),
+    ],
+)
+def test_a_rank_that_does_not_start_is_one_error(event: str, sentence: str) -> None:
+    """Rank 0 waits for an answer that does not come; the message has the rank and the reason."""
+    ours, theirs = (RankChannel(end, send_timeout_s=10) for end in socket.socketpair())
+    ranks = Ranks([Rank(number=1, channel=ours, process=_NoProcess())], SystemClock())
+    match event:
+        case "ends":
+            theirs.close()
+        case "fails":
+            theirs.send(RankMessage.FAILED, b"no memory is left")
+        case "confuses":
+            theirs.send(RankMessage.READY)
+    with pytest.raises(ConfigError, match=sentence):
+        ranks.hear(RankMessage.LOADED, timeout_s=0.05 if event == "hangs" else 10.0)
+    ranks.close()
     theirs.close()
