@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -51,21 +52,23 @@ def test_a_command_without_a_name_means_the_only_cluster_that_runs(
 
         def answer(command):
             stopped.append(name)
+            servers[name].close()
             command.answer({"name": name})
 
-        return ControlServer(folder.socket, answer)
+        servers[name] = ControlServer(folder.socket, answer)
 
-    one = start("default-2")
+    servers = {}
+    start("default-2")
     assert main(["down"]) == 0
     assert stopped == ["default-2"]
-    other = start("default")
+    start("default-2")
+    start("default")
     capsys.readouterr()
     assert main(["down"]) == 1
     assert "2 clusters are running: default, default-2; choose" in capsys.readouterr().err
     assert main(["down", "--cluster", "default"]) == 0
-    assert stopped == ["default-2", "default"]
-    one.close()
-    other.close()
+    assert main(["down"]) == 0
+    assert stopped == ["default-2", "default", "default-2"]
     assert main(["down"]) == 1
     assert "no cluster named 'default' is running" in capsys.readouterr().err
 
@@ -130,6 +133,27 @@ def instances_of(url, headers, *, wanted, field="url"):
         assert time.monotonic() < deadline
 
 
+def test_down_returns_when_the_cluster_has_ended(tmp_path, monkeypatch, capsys):
+    """The next `up` finds the name and the ports free."""
+    monkeypatch.setenv("HEADWATER_STATE", str(tmp_path))
+    folder = ClusterFolder("default")
+    folder.make()
+    ended = []
+
+    def end():
+        ended.append(True)
+        server.close()
+
+    def answer(command):
+        command.answer({"name": "default"})
+        threading.Timer(0.3, end).start()
+
+    server = ControlServer(folder.socket, answer)
+    assert main(["down"]) == 0
+    assert ended
+    assert capsys.readouterr().out.splitlines()[-1] == "cluster default has ended"
+
+
 class LocalCluster:
     """`headwater up -f FILE` with one instance, and the commands that an operator gives."""
 
@@ -179,7 +203,7 @@ class LocalCluster:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Media for benchmarks of storage: a directory, and a redis-server and a mooncake_master that
 the benchmark starts."""
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def start_redis(folder: Path, stack: ExitStack) -> StorageServer | None:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         return None
+    # Its warning about a server without a memory limit is for servers that go on.
+    logging.getLogger("headwater.storage.redis").setLevel(logging.ERROR)
     port = free_port()
     flags = f"--bind 127.0.0.1 --port {port} --appendonly no --dir {folder}".split()
     process = stack.enter_context(start_server([program, *flags, "--save", ""], port))

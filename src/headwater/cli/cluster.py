@@ -59,7 +59,7 @@ def _add(commands: "_SubParsersAction[ArgumentParser]", verb: str) -> ArgumentPa
         "drain": "Let an instance finish its requests and end. It stays down.",
         "restart": "Restart instances one after the other; running requests finish first.",
         "logs": "Print the log of a process of a cluster.",
-        "down": "Stop a cluster: instances finish their requests first.",
+        "down": "Stop a cluster and wait for its end: instances finish their requests first.",
     }
     parser = commands.add_parser(verb, description=about[verb], allow_abbrev=False)
     parser.add_argument(
@@ -72,7 +72,7 @@ def _add(commands: "_SubParsersAction[ArgumentParser]", verb: str) -> ArgumentPa
 
 def run_cluster(options: Namespace) -> int:
     """Send the command to the running cluster and return the exit code."""
-    from headwater.cluster.control import ask_cluster
+    from headwater.cluster.control import ask_cluster, wait_until_ended
 
     options.cluster = options.cluster or _only_cluster()
     if options.command == "logs":
@@ -80,6 +80,9 @@ def run_cluster(options: Namespace) -> int:
     answer = ask_cluster(options.cluster, options.command, _arguments(options))
     if options.command == "down":
         sys.stdout.write(f"cluster {answer['name']} is stopping\n")
+        sys.stdout.flush()
+        wait_until_ended(options.cluster)  # so that the next `up` finds its name and ports free
+        sys.stdout.write(f"cluster {answer['name']} has ended\n")
     elif getattr(options, "json", False):
         sys.stdout.write(json.dumps(answer) + "\n")
     else:

@@ -19,6 +19,7 @@ from headwater.errors import ConfigError
 
 _MAX_LINE = 1 << 20
 _ANSWER_S = 30.0
+_POLL_S = 0.1
 
 
 class ClusterFolder:
@@ -146,6 +147,13 @@ def _spec(data: object) -> Any:  # noqa: ANN401 -- a ClusterSpec, for the superv
     spec = msgspec.convert(data, ClusterSpec)
     spec.check()
     return spec
+
+
+def wait_until_ended(name: str) -> None:
+    """Return when the cluster of that name has ended. It keeps its socket until then."""
+    path, pause = ClusterFolder(name).socket, threading.Event()
+    while is_answered(path):
+        pause.wait(_POLL_S)
 
 
 def is_answered(path: Path) -> bool:

@@ -98,7 +98,8 @@ class ClusterSupervisor:
             self._run_until(self._all_ready)
             if not self._is_stopping:
                 count = len(instance_names(self._spec))
-                self._say(f"router ready at {self._router_urls[0]}; loading {count} instances")
+                loading = "1 instance" if count == 1 else f"{count} instances"
+                self._say(f"router ready at {self._router_urls[0]}; loading {loading}")
             for role, number in [] if self._is_stopping else instance_names(self._spec):
                 self._start(self._add_instance(role, number))
             self._run_until(self._all_ready)
