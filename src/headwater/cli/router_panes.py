@@ -30,7 +30,8 @@ _STATES = {"ready": "green", "draining": "yellow", "lost": "red"}
 
 def router_screen(answer: Mapping[str, Any], url: str, state: str) -> RenderableType:
     """The whole view of one answer of GET /instances."""
-    instances, lost = answer["instances"], answer["lost"]
+    instances = sorted(answer["instances"], key=lambda entry: str(entry["instance_id"]))
+    lost = answer["lost"]
     ready = sum(entry["state"] == "ready" for entry in instances)
     head = Text.assemble(
         ("headwater router ", "bold"),

@@ -10,6 +10,7 @@ const WORDS = new Set(["instance", "role", "state", "cache", "group"]);
 
 watch(async () => {
   const { policy, instances, lost, prefills } = await ask("instances");
+  instances.sort(byName);
   setText("model", instances[0]?.model ?? "no instance is registered");
   setText("policy", `routed by ${policy.replaceAll("_", " ")}`);
   showTiles(instances, lost);
@@ -21,6 +22,8 @@ watch(async () => {
   say("live", "live");
 });
 addEventListener("resize", hintScroll);
+
+const byName = (a, b) => a.instance_id.localeCompare(b.instance_id, "en", { numeric: true });
 
 function showTiles(instances, lost) {
   const alive = instances.filter((entry) => entry.state !== "lost"); // the last report of a lost one is old
