@@ -92,6 +92,15 @@ def test_the_verdict_without_an_slo_is_the_cheapest_that_is_nearly_as_fast_as_th
     assert "size 4 at 2.00 times the price changes the first-token p99 by -4 %" in message
 
 
+def test_the_verdict_does_not_recommend_a_higher_price_for_nothing():
+    """A deployment that is faster by less than 1 % is not named."""
+    points = [
+        make_point(p, t, good=1.0) | {"name": f"size {p}"} for p, t in ((1, 500), (2, 499))
+    ]
+
+    assert verdict(points, 0).endswith("no deployment that costs more is faster by 1 %.")
+
+
 def test_a_deployment_that_refuses_requests_is_not_recommended():
     """It has the best latencies because it serves nothing."""
     points = [make_point(*pair) | {"name": f"size {pair[0]}"} for pair in ((1, 0), (2, 500))]
@@ -108,7 +117,7 @@ def test_a_plan_does_not_take_refused_requests_for_fast_ones(trace, capsys):
     assert main(["plan", trace, *flags]) == 0
     printed = capsys.readouterr().out
 
-    assert "1 deployments are too small" in printed
+    assert "1 deployment is too small" in printed
     assert "1 x 4 / 0 / 0 GiB is enough and meets the SLO" in printed
 
 

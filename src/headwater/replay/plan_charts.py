@@ -51,7 +51,7 @@ def draw_plan(plan: Plan, where: Path) -> list[Path]:
             axes.set_ylim(bottom=0)
             axes.margins(y=0.15)
             axes.legend(frameon=False, fontsize=9, loc="best")
-    figure.suptitle(f"{label}: {marked['name']}")
+    figure.suptitle(f"{label}: {marked['name']} (instances x device / host / storage)")
     return save(figure, where, "plan")
 
 
@@ -69,15 +69,16 @@ def _draw(
     for point in points:
         groups.setdefault(_others(point, tier), []).append(point)
     named = False
-    for group in groups.values():
-        group.sort(key=lambda point: _size(point, tier))
-        is_marked = any(point is marked for point in group)
+    same = _others(marked, tier)
+    for others in sorted(groups, key=lambda others: others != same):  # in the legend's order
+        group = sorted(groups[others], key=lambda point: _size(point, tier))
+        is_marked = others == same
         style: dict[str, Any] = {"color": _OTHERS, "linewidth": 1.2, "zorder": 1}
         if is_marked:
             style = {"color": COLOURS[tier], "linewidth": 2.4, "zorder": 2}
-            style["label"] = f"other {tier} sizes"
+            style["label"] = f"the same with other {tier} sizes"
         elif not named and len(groups) > 1:
-            style["label"], named = "all other settings", True
+            style["label"], named = "other settings", True
         axes.plot(
             [_size(p, tier) for p in group],
             [read(p) for p in group],

@@ -71,7 +71,8 @@ def _refusals(points: Sequence[Point]) -> list[str]:
     small = sum(point["refused"] > 0 for point in points)
     if not small:
         return []
-    return [f"  {small} deployments are too small for some requests and refused them"]
+    who = "1 deployment is" if small == 1 else f"{small} deployments are"
+    return [f"  {who} too small for some requests and refused them"]
 
 
 def _gains(per_tib: dict[str, Sequence[Plan]], unit: _FirstTokenUnit) -> list[str]:

@@ -9,6 +9,9 @@ Point: TypeAlias = dict[str, Any]
 _NEAR_BEST = 1.05
 """Without an SLO, a first token within 5 % of the best is good enough."""
 
+_NOT_FASTER = 0.99
+"""A smaller difference is not worth a sentence."""
+
 
 def choose(points: Sequence[Point]) -> int | None:
     """The index of the recommended deployment, or None if no deployment meets the SLO.
@@ -55,6 +58,8 @@ def verdict(points: Sequence[Point], chosen: int | None) -> str:
 def _more(point: Point, best: Point) -> str:
     if best["price"] <= point["price"]:
         return "no deployment that costs more is faster"
+    if _ttft_p99_s(best) > _NOT_FASTER * _ttft_p99_s(point):
+        return "no deployment that costs more is faster by 1 %"
     return (
         f"{best['name']} at {best['price'] / max(point['price'], 1e-9):.2f} times the price "
         f"changes the first-token p99 by {_change(point, best)}"
