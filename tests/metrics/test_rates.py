@@ -1,6 +1,8 @@
 """Rates between two answers of a server."""
 
+from headwater.metrics.names import TTFT
 from headwater.metrics.rates import quantiles, rates_between
+from headwater.metrics.recorder import Histogram
 
 
 def make_answer(
@@ -105,3 +107,16 @@ def test_quantiles_of_nothing_and_of_what_is_above_every_bound():
     found = quantiles(nothing, {"bounds": [0.1, 1.0], "counts": [0, 0, 3]})
     assert found is not None
     assert found.p99_s == 1.0
+
+
+def test_a_first_token_that_takes_longer_than_ten_seconds_is_not_shown_as_ten():
+    """An overloaded server has such times; its dashboard shows them."""
+    slow = Histogram(TTFT.buckets)
+    before = {"bounds": TTFT.buckets, "counts": list(slow.counts)}
+    for _ in range(10):
+        slow.observe(45.0)
+
+    found = quantiles(before, {"bounds": TTFT.buckets, "counts": list(slow.counts)})
+
+    assert found is not None
+    assert 30 < found.p50_s < found.p99_s <= 60

@@ -77,6 +77,11 @@ def test_instances_come_and_go_on_the_page(monkeypatch):
         assert all(url.startswith(router.url) for url in watch.asked)
         name = servers[1].url.removeprefix("http://")
         servers[1].process.send_signal(signal.SIGKILL)
+        row = f'[data-instance="{name}"]'
+        watch.page.wait_for_selector(f"{row} .pill.bad", timeout=20_000)
+        assert watch.text(row).split()[:4] == [name, "decode", "lost", "\u2013"]  # no old rates
+        assert watch.text("#t-load") == "0 running, 0 waiting, 0 leases"
+        assert watch.text("#t-out") == "0"
         watch.page.wait_for_selector(f'[data-lost="{name}"]', timeout=40_000)
         assert "1 lost" in watch.text("#t-roles")
         assert router.stop() == 0
