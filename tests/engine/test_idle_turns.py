@@ -37,6 +37,22 @@ def add(harness: Harness, count: int) -> None:
         harness.add(make_request(f"r{number}", prompt, max_tokens=2))
 
 
+def test_turns_without_progress_are_counted() -> None:
+    """The count would show a busy loop; a turn that computes is not counted."""
+    harness = make_harness()
+    harness.core.pause()
+    add(harness, 1)
+    harness.steps(2)  # the lookup is sent
+    before = harness.core.stats().num_idle_turns
+
+    harness.steps(5)
+    assert harness.core.stats().num_idle_turns == before + 5
+
+    busy = Harness()
+    busy.run(make_request("a", make_prompt(13), max_tokens=2))
+    assert busy.core.stats().num_idle_turns == 0
+
+
 def test_a_paused_engine_with_an_unanswered_lookup_sleeps() -> None:
     """A wait has timed out and nothing can start: the loop must not turn again and again."""
     harness = make_harness()
