@@ -162,32 +162,53 @@ def test_streams_of_a_worker_have_no_limit_in_number_or_time():
     asyncio.run(scenario())
 
 
-STARTED = """
+WORKER = """
 import asyncio, sys
 from headwater.plugins.dynamo.server import OwnServer
-from tests.waiting import until
 
 async def run():
     server = OwnServer(None, ["--num-gpu-blocks-override", "64"])
-    await server.start()
-    with open(sys.argv[1], "w") as file:
-        file.write(str(server._process.pid))
+    start = asyncio.ensure_future(server.start())
+    while server._process is None or (sys.argv[1] != "starts" and not start.done()):
+        await asyncio.sleep(0.01)
+    open(sys.argv[2], "w").close()
+    if sys.argv[1] == "fails":
+        raise RuntimeError("the runtime of the worker has failed")
     await asyncio.Event().wait()
 
 asyncio.run(run())
 """
 
 
-@pytest.mark.slow
-def test_a_killed_worker_leaves_no_server(tmp_path):
-    """Its server ends with it, even after SIGKILL."""
-    number = tmp_path / "pid"
-    with subprocess.Popen([sys.executable, "-c", STARTED, str(number)]) as worker:
-        until(lambda: number.exists() and number.read_text(), within_s=60)
-        worker.kill()
+def processes_with(entry):
+    """Running processes whose environment had `entry` when they were started."""
+    return [path.parent for path in Path("/proc").glob("[0-9]*/environ") if has(path, entry)]
 
-    server = Path("/proc", number.read_text(), "status")
-    until(lambda: not server.exists() or "(zombie)" in server.read_text(), within_s=60)
+
+def has(path, entry):
+    try:
+        return entry.encode() in path.read_bytes().split(b"\0")
+    except OSError:  # it has ended since
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starts", "serves", "fails"])
+def test_a_worker_that_is_killed_or_fails_leaves_no_process(moment, tmp_path):
+    """SIGKILL while its server starts or serves, or an error that skips its cleanup: the server
+    and the processes of the server end with the worker."""
+    mark = f"HEADWATER_TEST_WORKER={tmp_path}"
+    name, value = mark.split("=", 1)
+    reached = tmp_path / "reached"
+    command = [sys.executable, "-c", WORKER, moment, str(reached)]
+    with subprocess.Popen(command, env=os.environ | {name: value}) as worker:
+        until(reached.exists, within_s=120)
+        if moment != "fails":
+            assert len(processes_with(mark)) > 1
+            worker.kill()
+        worker.wait()
+
+    until(lambda: not processes_with(mark), within_s=60, pause_s=0.2)
 
 
 @pytest.mark.slow
