@@ -61,9 +61,10 @@ class Engine:
         self.arrived: set[str] = set()
         self.failed: set[int] = set()
 
-    def step(self):
-        """One step of scheduler and worker, with nothing to compute."""
+    def step(self, *, computes=True):
+        """One step of scheduler and worker."""
         orders = self.tier.take_orders()
+        orders.computes = computes
         self.worker.start(orders)
         self.worker.save(orders)
         arrivals = self.worker.take_arrivals()
@@ -197,6 +198,30 @@ def test_storage_that_never_answers_costs_a_miss(make_engine):
     store.hang.set()
     store.hang = None
     second.drain()
+
+
+def test_no_step_waits_for_storage_that_hangs(make_engine):
+    """With a lookup, a load and a store that never return, and deadlines of an hour, steps go on.
+    One that computes nothing gives storage a moment to answer; the others do not."""
+    first = make_engine()
+    hashes = make_hashes(6)
+    first.serve("cold", hashes)
+    first.drain()
+    engine = make_engine(lookup_timeout_s=3600, read_timeout_s=3600, write_timeout_s=3600)
+    until(lambda: [engine.step(), engine.tier.match("load", hashes, 0) == 6][1])
+    engine.serve("other", make_hashes(2, "other"))
+    waits: list[float] = []
+    engine.worker.storage.wait = waits.append
+    SHARED["store"].hang = Event()
+    engine.tier.load("load", hashes, 0, list(range(6)))
+    assert engine.tier.match("lookup", make_hashes(6, "new"), 0) is None
+
+    for _ in range(50):
+        engine.step()
+    assert engine.tier.match("lookup", make_hashes(6, "new"), 0) is None
+    assert (engine.tier.has_work, waits) == (True, [])
+    engine.step(computes=False)
+    assert 0 < sum(waits) <= 0.002
 
 
 def test_a_host_tier_full_of_leased_blocks_saves_what_fits(make_engine):

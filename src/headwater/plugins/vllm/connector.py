@@ -100,7 +100,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         cached = scheduler_output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._save(name, computed, scheduler_output)
-        return self.tier.take_orders()
+        orders = self.tier.take_orders()
+        orders.computes = scheduler_output.total_num_scheduled_tokens > 0
+        return orders
 
     def on_new_request(self, request: "Request") -> None:
         self._live[request.request_id] = request

@@ -1,9 +1,10 @@
 """The worker's side of the connector: copies blocks and calls storage, as the scheduler's side
 orders.
 
-All methods run on vLLM's worker thread. It copies between KV cache and host slots itself and
-never waits for storage: reads and writes run in other threads, and their ends are handled at
-the next step. A block is copied to the KV cache only after its checksum was verified.
+All methods run on vLLM's worker thread. It copies between KV cache and host slots itself. Storage
+calls run in other threads, and their ends are handled at the next step; a step that computes
+something never waits for them. A block is copied to the KV cache only after its checksum was
+verified.
 """
 
 from typing import NamedTuple
@@ -19,6 +20,10 @@ from headwater.plugins.vllm.messages import LoadOrder, OrderEnd, RankReport, Ste
 from headwater.plugins.vllm.pages import KVPages
 from headwater.transfer.slab import PAGE_BYTES, HostSlab
 from headwater.types import BlockKey, JobId
+
+_EMPTY_STEP_S = 0.002
+"""Longest wait for storage in a step that computes nothing. vLLM repeats such steps as fast as it can,
+and hundreds of them would keep the interpreter lock from the thread whose answer they need."""
 
 
 class LoadArrivals(NamedTuple):
@@ -78,6 +83,8 @@ class ConnectorWorker:
         for store in orders.stores:
             keys = storage_keys(self._identity, store.hashes)
             self._stores[self.storage.write(keys, store.slots)] = store.number
+        if not orders.computes and self.storage.num_in_flight:
+            self.storage.wait(_EMPTY_STEP_S)
 
     def save(self, orders: StepOrders) -> None:
         """Copy the blocks that this step has completed."""

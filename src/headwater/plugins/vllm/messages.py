@@ -61,6 +61,8 @@ class StepOrders(KVConnectorMetadata):
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
+    computes: bool = True
+    """Whether the step computes something, so that nothing may wait before it."""
 
 
 @dataclass(slots=True)
