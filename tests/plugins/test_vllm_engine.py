@@ -220,7 +220,8 @@ def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
 
 
 def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
-    """It answers, then stops with SIGSTOP, then is killed."""
+    """It answers, then stops with SIGSTOP, then is killed. Requests wait for it until the deadline,
+    steps do not."""
     port = 17_379
     server = start_redis(port, tmp_path)
     storage = {
@@ -229,7 +230,8 @@ def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
         "config": {"url": f"redis://127.0.0.1:{port}/0"},
         **PATIENT,
     }
-    short = {**storage, "lookup_timeout_s": 0.5, "read_timeout_s": 0.5}
+    deadline_s = 20
+    short = {**storage, "lookup_timeout_s": deadline_s, "read_timeout_s": deadline_s}
     job = {"connector": storage, "batches": [make_prompts()], "drain_s": 600}
     try:
         until(lambda: is_listening(port))
@@ -249,3 +251,5 @@ def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
 
     assert min(shared["cached"]) == 288
     assert shared["tokens"] == second["tokens"] == third["tokens"] == expected
+    assert second["seconds"] > deadline_s > 4 * second["longest_step_s"]
+    assert third["longest_step_s"] < deadline_s / 4

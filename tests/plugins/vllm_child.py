@@ -1,7 +1,7 @@
 """Runs a whole vLLM on CPU, with or without the connector, and reports what it generated.
 
 `serve` runs in a process of its own. It sends one message per round of prompts: tokens, cached tokens,
-seconds, seconds to the first token. Importing this module imports vLLM, so a fork server that has it
+seconds, seconds to the first token, seconds of the longest step. Importing this module imports vLLM, so a fork server that has it
 starts each of these processes in a moment.
 """
 
@@ -50,6 +50,7 @@ def serve(model: str, job: dict[str, Any], pipe: Connection) -> None:
         disable_log_stats=False,
         seed=0,
     )
+    steps = _time_steps(llm)
     say(ready=True)
     for round_number in range(job.get("rounds", 1)):
         for line in job["batches"]:
@@ -61,6 +62,7 @@ def serve(model: str, job: dict[str, Any], pipe: Connection) -> None:
                 ignore_eos=True,
                 detokenize=False,
             )
+            steps.clear()
             began = time.perf_counter()
             outputs = llm.generate(
                 [{"prompt_token_ids": p} for p in line], sampling, use_tqdm=False
@@ -71,6 +73,7 @@ def serve(model: str, job: dict[str, Any], pipe: Connection) -> None:
                 cached=[output.num_cached_tokens for output in outputs],
                 seconds=took,
                 ttft=[_first_token_s(output) for output in outputs],
+                longest_step_s=max(steps),
             )
         if job.get("pause_s"):
             time.sleep(job["pause_s"])
@@ -80,6 +83,22 @@ def serve(model: str, job: dict[str, Any], pipe: Connection) -> None:
     say(metrics=[metric.name for metric in REGISTRY.collect() if metric.samples])
     if job.get("hold"):
         pipe.recv()
+
+
+def _time_steps(llm: LLM) -> list[float]:
+    """A list that receives the seconds of every step from now on."""
+    engine = llm.llm_engine.engine_core.engine_core
+    step, seconds = engine.step_fn, []
+
+    def timed_step() -> Any:
+        began = time.perf_counter()
+        try:
+            return step()
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    engine.step_fn = timed_step
+    return seconds
 
 
 def _first_token_s(output: object) -> float | None:
