@@ -173,8 +173,8 @@ class Load:
     async def _complete(self, session: aiohttp.ClientSession, prompt: str) -> str:
         body = {"model": _MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         async with session.post(f"{self._url}/v1/completions", json=body) as response:
+            assert response.status == 200, f"{response.status}: {await response.text()}"
             answer: dict[str, Any] = await response.json()
-            assert response.status == 200, answer
         usage = answer["usage"]
         details = usage.get("prompt_tokens_details") or {}
         self.prompt_tokens += usage["prompt_tokens"]
