@@ -32,6 +32,18 @@ OF_OTHER_ENGINES = {"TieringOffloadingSpec"}
 """Classes of other engines that docstrings name and the code does not use."""
 
 
+def test_the_drawing_of_layers_has_every_package():
+    """A reader of docs/architecture.md finds the place of each package."""
+    drawing = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1]
+    packages = {
+        path.stem
+        for path in SOURCE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+
+    assert packages - set(re.findall(r"\w+", drawing)) == {"__init__", "__main__"}
+
+
 def test_the_core_imports_without_torch_and_without_server_libraries():
     """Cache, scheduler and loop start on a machine that has numpy only."""
     absent = ("torch", "transformers", "msgspec", "zmq", "starlette", "uvicorn", "tokenizers")

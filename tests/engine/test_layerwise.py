@@ -100,11 +100,11 @@ def test_a_failed_load_leaves_no_trace(depth: int, num_blocks: int) -> None:
     """Lessons 20, 22: if the load failed or is partial, the chunk is discarded and computed
     again from the first missing block."""
     harness = make_harness(depth)
-    harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
+    harness.copier.fails = lambda transfer: isinstance(transfer, LoadJob)
     plan = begin(harness)
     for _ in range(3):
         harness.step()
-    harness.copier.dooms = lambda transfer: False
+    harness.copier.fails = lambda transfer: False
 
     harness.copier.finish(plan.job, num_blocks)
     finish_all(harness)
@@ -123,7 +123,7 @@ def test_a_late_executor_writes_only_to_quarantined_slots(depth: int) -> None:
     """Lesson 50: after the deadline the chunk is computed in other slots; the targets stay
     quarantined until the executor is quiet."""
     harness = make_harness(depth, timeouts={"copy_timeout_s": 0.2})
-    harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
+    harness.copier.fails = lambda transfer: isinstance(transfer, LoadJob)
     plan = begin(harness)
     harness.steps(3)
     harness.sleep()

@@ -136,7 +136,7 @@ def workloads(draw, *, faults: bool) -> RandomWorkload:
         },
     )
     if faults:
-        harness.copier.dooms = lambda transfer: dice.random() < 0.15
+        harness.copier.fails = lambda transfer: dice.random() < 0.15
     return RandomWorkload(harness, requests, dice, faults, returns=draw(st.booleans()))
 
 

@@ -20,7 +20,7 @@ _TURNS = 3
 
 PERSONS: dict[str, Any] = {
     "type": "array",
-    "minItems": 1000,  # more than fit into an answer: each ends at its token limit, never earlier
+    "minItems": 1000,  # too long for any answer, so each answer ends at its token limit
     "items": {
         "type": "object",
         "properties": {

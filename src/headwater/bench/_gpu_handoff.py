@@ -240,7 +240,7 @@ def _measure_first(model: LoadedModel, far: Far, link: str, *, rounds: int) -> d
     try:
         address = far.listen()["peer_address"]
         join_peers(engine, "decode", link)
-        for prefill in ("", address):  # a first step of each size, and the connection
+        for prefill in ("", address):  # warm-up: kernels of each size, the connection
             _first_s(engine, _WARM_TOKENS, prefill)
         # Cold on both instances: each prompt is new.
         pairs = [

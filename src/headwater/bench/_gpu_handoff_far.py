@@ -149,7 +149,7 @@ def _prefill(shape: str) -> None:
     _say({"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)
-        if "link" not in asked:  # a stop of what has failed
+        if "link" not in asked:  # a stop of an engine that has failed
             _say({"stopped": True})
             continue
         try:

@@ -32,7 +32,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
 
 @contextmanager
 def model_folder(shape: str) -> Iterator[Path]:
-    """A folder with random weights of `shape`, in memory if there is such a file system."""
+    """A folder with random weights of `shape`, on a file system in memory if there is one."""
     parent = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=parent) as name:
         folder = Path(name)

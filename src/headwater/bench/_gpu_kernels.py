@@ -2,8 +2,8 @@
 
 Shapes are those of Llama-3.1-8B in bfloat16. FlashInfer is measured if it can be imported: each
 variant of it separately, and the ratio is that of its fastest one. It compiles its kernels in
-the first call of a variant, which takes minutes on a new machine and is reported apart. A cell
-or a variant that fails is reported with its error, and the others are measured.
+the first call of a variant, which takes minutes on a new machine and is reported separately. A
+cell or a variant that fails is reported with its error, and the others are measured.
 """
 
 import importlib

@@ -22,7 +22,8 @@ _PREFILL = 8192
 def measure_moe(
     model: LoadedModel, engine: GpuEngine, batches: list[int], ceilings: dict[str, float]
 ) -> dict[str, Any]:
-    """Decode at each batch size, reading only the experts that were chosen; and a prompt of 8,192."""
+    """Measure decode at each batch size, where only the chosen experts are read, and a prompt
+    of 8,192 tokens."""
     result: dict[str, Any] = {
         str(batch): _measure_decode(model, engine, batch, ceilings["memory_gb_s"])
         for batch in batches
@@ -89,7 +90,7 @@ def _attended_numbers(model: LoadedModel) -> float:
 
 
 def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
-    """Bytes of one expert, layers with experts, and experts of a layer."""
+    """Bytes of one expert, number of layers with experts, and number of experts in a layer."""
     found = [
         module.experts
         for module in model.module.modules()
@@ -112,7 +113,7 @@ def _touched_experts(engine: GpuEngine, batch: int) -> float:
     Counted in steps outside graphs, where the choice of experts can be read.
     """
     # Prompts are cached, so that all rows decode together. A single prompt is not cached,
-    # because a cached one would leave a short rest, which would run in a captured graph.
+    # because the few tokens that are left of a cached one would run in a captured graph.
     graphs, engine.runner.graphs = engine.runner.graphs, None
     with _recorded(batch) as counts:
         serve_batch(engine, batch, seed=batch if batch > 1 else 501, max_tokens=6)

@@ -36,7 +36,7 @@ class MemorySamples:
 
     def __init__(self) -> None:
         # One array from the start, with all its pages written: a list that grows, or pages that
-        # become resident with the first sample in them, would be the growth that is measured.
+        # become resident with the first sample in them, would appear as growth of the process.
         self._rows = np.full((_MAX_SAMPLES, 1 + len(_SERIES)), -1.0)
         _fill_numpy_cache()
         self._count = 0
@@ -147,8 +147,8 @@ def _give_back() -> None:
 def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
     """Least squares: the slope, its standard error, and the correlation of successive residuals.
 
-    Memory stays where it is for many samples, so that these are not independent. With a correlation
-    r of successive residuals, n samples count as n (1 - r) / (1 + r).
+    The amount of memory often stays equal for many samples, so samples are not independent.
+    With a correlation r of successive residuals, n samples count as n (1 - r) / (1 + r).
     """
     spread = x - x.mean()
     total = float((spread**2).sum())

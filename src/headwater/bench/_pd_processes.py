@@ -70,7 +70,7 @@ class Target:
     """Headers that name the instance that prefills."""
 
     always: bool = False
-    """Whether even a prompt with few new tokens is handed off, which no router does."""
+    """Whether even a prompt with few new tokens is handed off. A router would not do that."""
 
     def headers_for(self, num_new: int) -> dict[str, str]:
         """Headers for a prompt with this many tokens that the instance has not cached."""

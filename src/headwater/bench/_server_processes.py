@@ -145,7 +145,7 @@ def client_pinned() -> Iterator[None]:
 
 
 def await_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:
-    """Whether it answers, before it dies or takes too long."""
+    """Wait for an answer of the server. False if the server ends first or takes too long."""
     for _ in range(_START_POLLS):
         try:
             process.wait(timeout=_POLL_S)

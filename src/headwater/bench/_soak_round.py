@@ -266,7 +266,7 @@ class EchoRound:
                 "max_write_blocks": dice.choice((1, 3, 64)),
             },
         )
-        engine.copier.dooms = lambda transfer: dice.random() < 0.05
+        engine.copier.fails = lambda transfer: dice.random() < 0.05
         return engine
 
 

@@ -47,7 +47,8 @@ def start_redis(folder: Path, stack: ExitStack) -> StorageServer | None:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         return None
-    # Its warning about a server without a memory limit is for servers that go on.
+    # The backend warns about a server without a memory limit. This server lives too briefly to
+    # need one.
     logging.getLogger("headwater.storage.redis").setLevel(logging.ERROR)
     port = free_port()
     flags = f"--bind 127.0.0.1 --port {port} --appendonly no --dir {folder}".split()
@@ -69,7 +70,7 @@ def start_mooncake(stack: ExitStack) -> StorageServer | None:
 
 @contextmanager
 def start_server(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, once it listens on `port`; killed at the end."""
+    """Start a process and yield it when it listens on `port`; kill it at the end."""
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:

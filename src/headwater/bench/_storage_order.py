@@ -1,7 +1,8 @@
 """Storage that accepts a quarter of what is computed: does the order of writes matter?
 
-A trace is replayed three times: to learn how much is computed per second, then with storage that
-writes a quarter of that, first come, first served, and by expected reuse.
+A trace is replayed three times. The first replay measures how much is computed per second. In
+the other two, storage accepts a quarter of that: first come, first served, or by expected
+reuse.
 """
 
 from collections.abc import Callable

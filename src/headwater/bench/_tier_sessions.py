@@ -21,8 +21,8 @@ _SESSIONS, _TURNS, _CLIENTS = 64, 4, 16
 _FIRST, _ADDED, _OUTPUT = 250, 32, 4
 _BLOCK_TOKENS = 16
 _DEVICE_BLOCKS, _HOST_BLOCKS = 400, 1600
-"""About 20 and 80 of the 64 sessions, which grow from 16 to 22 blocks. Blocks are small so that
-the built-in model computes few tokens per block."""
+"""Room for about 20 sessions on the device and 80 on the host; there are 64, which grow from 16
+to 22 blocks. Blocks are small so that the built-in model computes few tokens per block."""
 
 
 def measure_sessions(

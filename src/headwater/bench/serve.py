@@ -84,7 +84,7 @@ class Case:
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
     options = read_flags(_parser(), argv)
-    signal.signal(signal.SIGTERM, _leave)  # a killed benchmark takes its servers with it
+    signal.signal(signal.SIGTERM, _leave)  # so that its servers end with it
     if options.quick:
         options.models, options.rounds, options.output_tokens = ["tiny"], 1, 16
         options.concurrency = [number for number in options.concurrency if number <= 8]

@@ -53,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the soak and print the counts; return 1 if a round failed."""
     options = read_flags(_parser(), argv)
     minutes = _QUICK_MINUTES if options.quick else options.minutes
-    logging.getLogger("headwater.transfer").setLevel(logging.CRITICAL)  # faults are the point
+    logging.getLogger("headwater.transfer").setLevel(
+        logging.CRITICAL
+    )  # its faults cause warnings
     clock = SystemClock()
     began_s = clock.now()
     end_s = began_s + 60 * minutes

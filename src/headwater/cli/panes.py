@@ -23,7 +23,7 @@ _COLOURS = {
 _TICKS = "▁▂▃▄▅▆▇█"
 _BAR = 12
 _NONE = "-"
-_LATELY_POINTS = int(30 / INTERVAL_S)
+_RECENT_POINTS = int(30 / INTERVAL_S)
 """Points of the history, half a minute, from which the share of found tokens is computed."""
 _WIDE = 100
 """Number of columns from which request ids are shown completely."""
@@ -67,8 +67,8 @@ def _tiles(now: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Table
     used = device["num_blocks"] - device["free"] - device["evictable"]
     last = points[-1] if points else None
     outputs = [point["rates"]["output_tokens"] for point in points]
-    lately = _lately(points)
-    sources = lately if sum(lately.values()) else prompt_sources(now)
+    recent = _recent_tokens(points)
+    sources = recent if sum(recent.values()) else prompt_sources(now)
     cells: dict[str, tuple[str, str | Text]] = {
         "tokens/s": (
             f"{outputs[-1]:,.0f}" if outputs else _NONE,
@@ -91,10 +91,10 @@ def _tiles(now: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Table
     return table
 
 
-def _lately(points: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def _recent_tokens(points: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Prompt tokens of the last points by source."""
     sums = dict.fromkeys(SOURCES, 0.0)
-    for point in list(points)[-_LATELY_POINTS:]:
+    for point in list(points)[-_RECENT_POINTS:]:
         for name in SOURCES:
             sums[name] += point["rates"]["by_source"].get(name, 0.0) * point["elapsed_s"]
     return sums

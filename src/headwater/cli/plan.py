@@ -1,4 +1,4 @@
-"""`headwater plan`: how much memory of which tier is worth it for a recorded trace."""
+"""`headwater plan`: which size of each tier is worth its price, for a recorded trace."""
 
 import json
 import os

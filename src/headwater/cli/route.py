@@ -64,7 +64,7 @@ def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="run without a peer token: anyone who can connect can register instances",
+        help="run without a peer token: any process that can connect can register instances",
     )
     parser.add_argument(
         "--drain-timeout",

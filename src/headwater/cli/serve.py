@@ -50,7 +50,9 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
     if "--peer-token" in given and not server.routers and engine.peers is None:
         _say("note: --peer-token does nothing here: give --router or --splitwise-role")
     if not server.is_loopback and not server.needs_key:
-        _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
+        _say(
+            f"note: any client that can reach {server.host} can use this server; see --api-key"
+        )
     for router in server.routers:
         if is_clear_text(router):
             _say(

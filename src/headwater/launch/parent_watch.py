@@ -1,4 +1,4 @@
-"""Ends this process when the process that started it dies, by whatever signal.
+"""Ends this process when the process that started it dies, for whatever reason.
 
 `headwater up` gives each child the read end of a pipe and keeps the write end. When it dies, even
 from SIGKILL, the system closes the write end, and the children see the end of the pipe.
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 
 VARIABLE = "HEADWATER_PARENT_PIPE"
-"""Number of the descriptor to watch."""
+"""Environment variable with the number of the descriptor to watch."""
 
 _ABORT_AFTER_S = 5.0
 _EXIT_AFTER_S = 10.0

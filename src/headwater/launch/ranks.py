@@ -132,7 +132,7 @@ class RankLauncher:
         answers = self.ranks.hear(RankMessage.LOADED, timeout_s=_LOAD_TIMEOUT_S)
         free = [msgspec.json.decode(answer, type=Loaded).free_bytes for answer in answers]
         least = min(*free, free_bytes(model))
-        # Ranks in one memory share its free part.
+        # Ranks with the same device share its free memory.
         together = max(self.devices.count(device) for device in self.devices)
         self._free_bytes = least // together
         return model

@@ -1,8 +1,8 @@
 """The only module that knows OpenTelemetry: turns request records into spans.
 
 A sequence is a span from its arrival to its end, with child spans for waiting, prefill and
-decoding. Spans are made when the sequence has ended, so nothing is kept before, and a thread of
-the exporter sends them: no request waits for a collector.
+decoding. Spans are made when the sequence has ended, so a running sequence has no state here. A
+thread of the exporter sends them: no request waits for a collector.
 """
 
 from collections.abc import Mapping

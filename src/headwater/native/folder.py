@@ -16,7 +16,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def filled_whole(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name when the block ends well.
+    """A temporary folder beside `target` that takes its name when the block ends without an
+    error.
 
     When two processes race, the first to finish wins and the other's work is dropped:
     `target` is complete whenever it exists.

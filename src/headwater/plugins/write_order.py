@@ -113,7 +113,7 @@ class _Use:
 
 
 class PrefixUses:
-    """How often blocks were used lately, and which of them several prompts share."""
+    """How often blocks were used recently, and which of them several prompts share."""
 
     def __init__(self, max_keys: int = _MAX_SEEN) -> None:
         self._max_keys = max_keys

@@ -146,7 +146,7 @@ class SequenceView:
 
     request_id: RequestId
     state: str
-    """`waiting`, `remote`, `receiving`, `prefill`, `decode` or `leaving`."""
+    """The name of its `SequenceState` in lower case, such as `waiting` or `decode`."""
 
     waits_for: str | None
     """While it waits: `load`, `prefix` (another sequence computes it) or `room`."""
@@ -170,8 +170,8 @@ def view_sequences(
     table: SequenceTable, *, max_sequences: int, now: float
 ) -> list[SequenceView]:
     """Running sequences first, then waiting ones, each in order; at most `max_sequences`."""
-    everyone: Iterator[Sequence] = chain(table.running(), table.remote, table.waiting)
-    return [_view(sequence, now) for sequence in islice(everyone, max_sequences)]
+    sequences: Iterator[Sequence] = chain(table.running(), table.remote, table.waiting)
+    return [_view(sequence, now) for sequence in islice(sequences, max_sequences)]
 
 
 def _view(sequence: Sequence, now: float) -> SequenceView:

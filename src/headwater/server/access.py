@@ -92,7 +92,8 @@ class AccessPolicy:
         *,
         is_insecure: bool = False,
     ) -> None:
-        """`is_insecure` lets anyone register instances at a router (`--insecure`)."""
+        """With `is_insecure` (`--insecure`), instances register at a router without a peer
+        token."""
         self.keys = keys
         self.limits = limits
         self._hosts = hosts

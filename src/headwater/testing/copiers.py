@@ -35,7 +35,7 @@ class EchoCopier:
         self.pending: dict[JobId, tuple[TransferJob, Report]] = {}
         """Jobs that are started but not finished, oldest first."""
         self.started: list[TransferJob] = []
-        self.dooms: Callable[[TransferJob], bool] = lambda transfer: False
+        self.fails: Callable[[TransferJob], bool] = lambda transfer: False
         """Decides for a job that is being started whether it will fail."""
         self.doomed: set[JobId] = set()
         self.block_s = 0.0
@@ -46,7 +46,7 @@ class EchoCopier:
         """Start a job."""
         self.started.append(transfer)
         self.pending[transfer.job] = transfer, report
-        if self.dooms(transfer):
+        if self.fails(transfer):
             self.doomed.add(transfer.job)
         if not self.held:
             self.finish(transfer.job)

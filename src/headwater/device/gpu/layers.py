@@ -203,7 +203,7 @@ def _mlp(module: nn.Module | None) -> DenseMLP | MoeBlock | None:
             return None
         if isinstance(parts.gate_up_proj, QuantizedLinear):
             return None  # its gate and up rows are not interleaved
-        gate_up = _gate_up_in_turn(module)
+        gate_up = _interleaved_gate_up(module)
         return DenseMLP(gate_up=gate_up, down=linear_weight(down), activation=kind)
     gate, up = getattr(parts, "gate_proj", None), getattr(parts, "up_proj", None)
     if gate is None or up is None or gate.bias is not None or up.bias is not None:
@@ -264,7 +264,7 @@ def _interleaved(gate: AnyLinear, up: AnyLinear) -> Weight | None:
     return whole
 
 
-class GateUpInTurn(nn.Module):
+class InterleavedGateUp(nn.Module):
     """Replaces a linear layer with outputs gate, then up; its weight has their rows
     interleaved."""
 
@@ -281,9 +281,9 @@ class GateUpInTurn(nn.Module):
         return torch.cat((both[..., 0::2], both[..., 1::2]), dim=-1)
 
 
-def _gate_up_in_turn(mlp: nn.Module) -> Tensor:
+def _interleaved_gate_up(mlp: nn.Module) -> Tensor:
     """The weight of a joint projection, with rows of gate and up interleaved from now on."""
     parts: Any = mlp
-    if not isinstance(parts.gate_up_proj, GateUpInTurn):
-        parts.gate_up_proj = GateUpInTurn(parts.gate_up_proj)
+    if not isinstance(parts.gate_up_proj, InterleavedGateUp):
+        parts.gate_up_proj = InterleavedGateUp(parts.gate_up_proj)
     return cast(Tensor, parts.gate_up_proj.weight.data)

@@ -83,9 +83,9 @@ def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
     """The item of this program in an iteration.
 
     Heads that share KV follow each other, `together` KV heads at a time. Tiles are sorted by
-    their first query, and so by the number of keys they see. Sections are taken in ascending and
-    descending order in turn, and so are the programs, so that all programs get about the same
-    work. The last section is in descending order, so that all programs end together.
+    their first query, and so by the number of keys they see. Sections are taken alternately in
+    ascending and descending order, and so are the programs, so that all programs get about the
+    same work. The last section is in descending order, so that all programs end together.
     """
     programs = gl.num_programs(0)
     program = gl.program_id(0)

@@ -27,7 +27,7 @@ class RouterConfig:
     """Secret that instances present to register, and that the router presents to them."""
 
     is_insecure: bool = False
-    """Let anyone register instances, without a peer token. For tests on one machine only."""
+    """Accept instances that register without a peer token. For tests on one machine only."""
 
     prefill_threshold: int = 256
     """Uncached tokens up to which a decode instance prefills a prompt itself."""
@@ -77,7 +77,7 @@ class RouterConfig:
             )
         if self.peer_token is None and not self.is_insecure:
             raise ConfigError(
-                "a router needs a secret that it shares with its instances, or anyone could "
+                "a router needs a secret that it shares with its instances, or any process could "
                 "register one and receive prompts: set HEADWATER_PEER_TOKEN or give "
                 "--peer-token-file FILE (headwater up makes one; --insecure runs without)"
             )

@@ -101,7 +101,7 @@ class KvEventFollower:
         view.degrade()
 
     def _replayed(self, frames: list[bytes]) -> bool:
-        """Apply one message of a replay; whether it was the last."""
+        """Apply one message of a replay; return whether it was the last one."""
         try:
             _, _, sequence, payload = frames
             if sequence == END:

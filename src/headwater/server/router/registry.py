@@ -86,7 +86,8 @@ class Registry:
         )
 
     def is_away(self, server_id: str) -> bool:
-        """Whether the instance of this server fell silent lately: its engine may be restarting."""
+        """Whether the instance of this server was lost recently: its engine may be
+        restarting."""
         return any(server_of(e.registration.epoch) == server_id for e in self.lost)
 
     def register(self, registration: Registration) -> Instance:
