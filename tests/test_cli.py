@@ -42,7 +42,7 @@ def test_the_command_imports_no_torch_and_no_server_library():
 
 
 def test_without_a_command_it_says_what_there_is(capsys):
-    """The first thing a new user types is answered with the commands."""
+    """`headwater` alone, which a new user types first, lists the commands."""
     assert main([]) == 0
     out = capsys.readouterr().out
     for command in ("serve", "demo", "bench", "version"):

@@ -137,7 +137,8 @@ def test_the_next_frame_is_copied_before_the_last_one_is_answered(harness):
 
 @pytest.mark.parametrize(("is_near", "num_started"), [(False, 2), (True, 4)])
 def test_so_many_frames_are_copied_at_once(harness, monkeypatch, is_near, num_started):
-    """A fence waits for them, so they are fewer where copies are slower (lesson 50)."""
+    """A fence waits for the frames that are being copied, so their number is smaller where
+    copies are slower (lesson 50)."""
     monkeypatch.setattr(PeerArray, "is_near", is_near)
     started, noted = [], Event()
     start_copy = PeerArray.start_copy

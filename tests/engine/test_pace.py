@@ -52,8 +52,8 @@ def test_a_decode_step_of_unmeasured_size_takes_a_time_between_its_neighbours():
 
 def test_the_time_that_the_device_measured_counts_not_when_the_host_collected():
     """Nearly every decode step is followed by a mixed one, whose launches delay its collection.
-    Then more steps would not correct the estimate: the time between tokens was 52 ms instead of
-    31."""
+    An estimate from the times of collection would be too high in all of these steps: the time
+    between tokens was 52 ms instead of 31."""
     rates = RateEstimator()
     for step in range(50):
         rates.note(make_decode(step), 0.1 * step, None, 0.1 * step)

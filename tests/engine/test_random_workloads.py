@@ -71,7 +71,7 @@ class RandomWorkload:
         for job in list(copier.pending):
             roll = dice.random()
             if roll < 0.5:
-                copier.finish(job)  # a doomed job fails
+                copier.finish(job)  # fails if `copier.fails` chose it
             elif self.faults and roll < 0.6:
                 copier.finish(job, num_blocks=dice.randint(0, 3))
             elif self.faults and roll < 0.8:

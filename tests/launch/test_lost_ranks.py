@@ -109,7 +109,7 @@ def arm(engine: OfflineEngine, phase: str, lose: Callable[[], None]) -> None:
 
 
 def lose_in(engine: OfflineEngine, phase: str, rank: int, number: int, *, seed: int) -> None:
-    """Ask known prompts and those of `seed` while a rank is lost; every request must end."""
+    """Send known prompts and those of `seed` while a rank is lost; every request must end."""
     victim = rank_pids(engine)[rank - 1]
     reasons: list[str] = []
     errors: list[str] = []

@@ -370,7 +370,8 @@ def test_too_short_a_prompt_starts_no_lookup():
 
 
 def test_a_load_takes_device_slots_only_for_requests_that_fit():
-    """Lessons 31, 36: a blocked head neither loads nor evicts what runs."""
+    """Lessons 31, 36: a blocked head of the queue starts no load, and evicts nothing that
+    running requests use."""
     harness = make_harness()
     harness.add(make_request("long", make_prompt(40, family=2), max_tokens=20))
     harness.step()

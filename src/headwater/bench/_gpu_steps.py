@@ -97,7 +97,7 @@ def all_logits(runner: CudaRunner, tokens: list[int]) -> Tensor:
 
 
 def _mark() -> torch.cuda.Event:
-    """A mark at the current end of the queued work."""
+    """An event that the device records after all work that is queued now."""
     mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     mark.record()
     return mark

@@ -57,8 +57,8 @@ def _miss(engine: GpuEngine, *, seed: int) -> float:
 def measure_trace(
     model: LoadedModel, path: Path, *, requests: int, scale: int, clients: int, blocks: int
 ) -> dict[str, Any]:
-    """The first requests of a trace, lengths divided by `scale`, from this many clients.
-    `blocks` is the size of the device: smaller than the trace."""
+    """Serve the first requests of a trace, whose lengths are divided by `scale`, from this many
+    clients. `blocks` is the size of the device, which cannot hold all of them."""
     trace = read_trace(path, requests)
     result: dict[str, Any] = {"requests": requests, "scale": scale, "clients": clients}
     for name, host in (("without_host", 0), ("with_host", 4 * blocks)):

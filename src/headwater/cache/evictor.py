@@ -69,8 +69,8 @@ class Evictor:
         smaller when the other blocks are in use."""
         host = self._host
         moved: list[Slots] = []
-        # Duplicates above other host blocks go last: if the device lost one of them before it is
-        # written again, those blocks could not be found any more.
+        # Duplicates above other host blocks go last: if the device lost one of them before it
+        # is written again, the host blocks below it could not be found any more.
         duplicates = sorted(host.duplicates, key=_has_host_children)
         need = self._host_pass(duplicates, count, moved, kept)
         while need:

@@ -106,7 +106,8 @@ def _found_share(sources: Mapping[str, float]) -> float | None:
 
 
 def _sources(sources: Mapping[str, float]) -> Text:
-    """Where prompt tokens came from, as one bar. Computed ones differ without colours, too."""
+    """Where prompt tokens came from, as one bar. Computed tokens have a lighter shape, so that
+    the bar can be read without colours."""
     bar, total = Text(), sum(sources.values())
     for name in SOURCES if total else ():
         tick = "░" if name == "computed" else "█"
@@ -230,7 +231,8 @@ def _table(*headers: str) -> Table:
 
 
 def _bar(full: float, faint: float, most: float, colour: str, *, width: int = 16) -> Text:
-    """Two parts of `most`. The second has a lighter shape, not only another colour."""
+    """A bar of two parts, as shares of `most`. The second part has a lighter shape, not only
+    another colour."""
     first = round(width * full / most)
     second = min(round(width * (full + faint) / most), width) - first
     return Text.assemble(

@@ -102,7 +102,8 @@ _LEAD_S = 2.0
 """How long before the announced time a session is examined."""
 
 _RETRY_S = 0.25
-"""Time until a session is examined again if there was no room, until its announced time."""
+"""A session for which there was no room is examined again after this time, but not after its
+announced return."""
 
 _PREFETCH_SHARE = 8
 """At most one device block in this many is being prefetched at once."""

@@ -271,8 +271,8 @@ class Scheduler:
         return self._start_step(rows, singles, chunks)
 
     def advance(self, result: StepResult | None, *, now: float) -> StepOutputs:
-        """Apply the result of the oldest step in flight, if it was collected, and return the
-        outputs.
+        """Apply `result`, that of the oldest step in flight, and return the outputs. `result`
+        is None if no step was collected.
 
         Blocks are committed here, because the step that filled them is done. Blocks that a peer
         filled are committed by `handoffs` when they have arrived. No other place commits.

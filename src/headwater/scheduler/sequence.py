@@ -106,7 +106,7 @@ class Sequence:
     """When this many tokens are computed, there is a block to commit."""
 
     entered_at: int
-    """Prompt tokens that the scheduler had given to steps when it arrived."""
+    """Prompt tokens that the scheduler had given to steps when this sequence arrived."""
 
     num_passes: int
     """Later sequences that were admitted while this one was blocked."""

@@ -37,7 +37,7 @@ class EchoCopier:
         self.started: list[TransferJob] = []
         self.fails: Callable[[TransferJob], bool] = lambda transfer: False
         """Decides for a job that is being started whether it will fail."""
-        self.doomed: set[JobId] = set()
+        self.will_fail: set[JobId] = set()
         self.block_s = 0.0
         """The time that it reports for a block."""
         self.closed = False
@@ -47,7 +47,7 @@ class EchoCopier:
         self.started.append(transfer)
         self.pending[transfer.job] = transfer, report
         if self.fails(transfer):
-            self.doomed.add(transfer.job)
+            self.will_fail.add(transfer.job)
         if not self.held:
             self.finish(transfer.job)
 
@@ -57,7 +57,7 @@ class EchoCopier:
         transfer, report = self.pending.pop(job)
         total = transfer.num_blocks
         count = total if num_blocks is None else min(num_blocks, total)
-        if job in self.doomed:
+        if job in self.will_fail:
             count = min(count, total - 1)
         source, target = self._sides(transfer)
         target[transfer.target_slots[:count]] = source[transfer.source_slots[:count]]
@@ -73,9 +73,10 @@ class EchoCopier:
         report(JobCompletion(job, ending, count, busy_s=count * self.block_s, reason=reason))
 
     def arrive(self, job: JobId) -> None:
-        """A runner waits for the layers of `job`: they have arrived, although the loop has not
-        been told. Layers of a job that will fail never arrive, and the runner continues."""
-        if job in self.pending and job not in self.doomed:
+        """Copy all layers of `job` now, because a runner waits for them; the loop is told
+        later. Layers of a job that will fail are not copied, and the runner continues without
+        them."""
+        if job in self.pending and job not in self.will_fail:
             transfer, _ = self.pending[job]
             source, target = self._sides(transfer)
             target[transfer.target_slots] = source[transfer.source_slots]

@@ -101,7 +101,7 @@ class BatchedDecodes:
         )
 
     def fills(self, num_tokens: int) -> bool:
-        """Whether the result of `attend` is already that of all tokens of the batch."""
+        """Whether `attend` returns the results of all tokens of the batch, in their order."""
         return self.leading and self._end == num_tokens
 
     def place(self, out: Tensor, attended: Tensor) -> None:

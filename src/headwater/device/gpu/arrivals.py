@@ -2,8 +2,8 @@
 
 A load is copied in a few groups of layers, with an event after each. The runner makes the
 device wait for a group's event before it attends in the first layer of the group. An event has
-an effect only after it is recorded, so the runner's thread waits for that, in C. Recording is
-far ahead of copying.
+an effect only after it is recorded, so the runner's thread waits for that, in C. This wait is
+short: events are recorded when the copies are queued, long before they run.
 """
 
 from collections.abc import Iterable

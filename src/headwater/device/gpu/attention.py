@@ -53,7 +53,7 @@ class PagedAttention:
     Then `chunks` is for the other rows."""
 
     sampled: DecodeWork | None = None
-    """The rows that are sampled, one token each. Only these attend in a last layer."""
+    """The rows that are sampled, one token each. Only these attend in the last layer."""
 
     gate: Callable[[int], None] | None = None
     """Called with each layer before it attends: makes the device wait for the KV that the layer

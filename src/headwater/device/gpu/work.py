@@ -22,8 +22,8 @@ pieces takes longer to join than it saves."""
 
 _SPARE = 64
 _SPARE_OF_ONE = 256
-"""Entries of the list of pieces beyond one per row; the second number is for a model with one
-KV head. Rows are cut into at most as many pieces.
+"""Entries of the list of pieces in addition to one per row; the second number is for a model
+with one KV head. All rows together have no more pieces than the list has entries.
 """
 
 

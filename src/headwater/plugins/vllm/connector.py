@@ -55,7 +55,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         self._live: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
-        """Blocks of each living request that vLLM's own cache has."""
+        """For each living request, how many of its blocks vLLM's own cache has."""
         self._num_slots = self._config.num_slots(self._shape)
         self._failed_blocks: set[int] = set()
         self._totals = StatsDelta()

@@ -164,8 +164,8 @@ class SessionCachePolicy(CachePolicy):
 
     @property
     def _evictable(self) -> EvictionPolicy:
-        """The order of eviction; created when the number of tokens in a chunk is known or first
-        needed."""
+        """The order of eviction. It is created at first use, with a default if the number of
+        tokens in a chunk is not known by then."""
         if self._order is None:
             self._chunk_tokens = self._chunk_tokens or _DEFAULT_CHUNK_TOKENS
             shape = Shape(self.cache_capacity, 0, self._chunk_tokens)
