@@ -40,7 +40,8 @@ class LinkRate(NamedTuple):
     latency_s: float
     block_s: float
     num_parallel: int = 1
-    """Jobs that it carries at once. The measured times are those of jobs beside others."""
+    """Jobs that it carries at once. The measured times are those of jobs that ran together with
+    others."""
 
     def job_s(self, num_blocks: float, num_queued: float) -> float:
         """Expected seconds of a job of `num_blocks`, after `num_queued` blocks of others."""

@@ -37,7 +37,8 @@ def test_few_rows_start_early_and_a_single_wide_one_does_not() -> None:
 def test_log_probabilities_do_not_depend_on_the_start(
     num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured steps whose kernels start early, and the same without, differ by rounding only."""
+    """Captured steps have the same log-probabilities, except for rounding, whether their
+    kernels start early or not."""
     folder = save_family(
         "llama", tmp_path, hidden_size=512, intermediate_size=1024, head_dim=64
     )

@@ -1,4 +1,5 @@
-"""The table of sampling parameters: read once, bounded, and right after it was filled again."""
+"""The table of sampling parameters: read once, bounded, and correct after it was filled
+again."""
 
 import numpy as np
 

@@ -54,7 +54,8 @@ def split_hits(
     config: HandoffConfig,
     storage: StorageBackend | None = None,
 ) -> int:
-    """Prompt tokens that a pair finds, whose prefill instance is as large as the mixed one."""
+    """Prompt tokens that a pair finds. Its prefill instance is as large as the mixed
+    instance."""
     pair = EchoPair(
         p_num_blocks=num_blocks,
         d_num_blocks=2000,

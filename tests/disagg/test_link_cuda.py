@@ -50,7 +50,7 @@ def let_copies_end(harness) -> None:
 
 
 def test_a_lease_is_closed_when_its_last_copy_has_ended(harness):
-    """A fence cannot stop a copy of the device, so it waits for it (lesson 50)."""
+    """A fence cannot stop a copy of the device, so the fence waits for the copy (lesson 50)."""
     harness.receiver.open(1, [3])
     hold_copies(harness)
     harness.sender().push(harness.push(1, 1, [0]))

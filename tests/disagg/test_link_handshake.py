@@ -88,7 +88,8 @@ def test_a_mismatch_is_refused_with_a_reason(change, sentence):
 
 
 def test_a_receiver_of_the_first_version_is_refused():
-    """It had the checksums of blocks in front of them, so it would accept none of ours."""
+    """Version 1 sent the checksum of a block before the block, so such a receiver would accept
+    none of our blocks."""
     near, far = (Stream(end) for end in socket.socketpair())
     challenge = handshake._CHALLENGE.pack(handshake._MAGIC, 1, 0, bytes(32))
     far.send([challenge], timeout_check(SystemClock(), 2.0))

@@ -66,7 +66,7 @@ def make_first(num_blocks: int) -> First:
 
 
 def test_d_computes_from_the_first_block_that_was_not_kept():
-    """P thinks that it succeeded, so D tells it (lesson 53)."""
+    """P assumes success, so D reports the failure to P (lesson 53)."""
     machine = make_receiving(HandoffConfig())
     for index in (0, 1, 3):
         machine.block_received(index, BLOCK_BYTES, 0.0)

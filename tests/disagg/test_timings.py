@@ -15,7 +15,7 @@ def parts_of(pair):
 
 
 def test_a_grant_that_comes_while_p_computes_costs_nothing():
-    """Asking that is hidden by computing does not count; time that P waits does."""
+    """Asking that is hidden by computing does not count; the time that P waits counts."""
     hidden = EchoPair()
     hidden.decode.add(make_handoff("a", PROMPT))
     hidden.run("a", step_s=STEP_S)

@@ -185,7 +185,8 @@ def test_a_transfer_that_never_ends_refuses_the_reload() -> None:
 def test_a_pause_before_a_reload_stays_a_pause_afterwards(
     is_paused: bool, error: Exception | None
 ) -> None:
-    """A reload resumes admission only if it stopped it itself, whether it succeeds or not."""
+    """A reload resumes admission only if the reload itself stopped it, whether it succeeds or
+    not."""
     engine = Reloading()
     engine.error = error
     if is_paused:

@@ -89,7 +89,8 @@ def test_a_settings_name_cannot_replace_the_messages(tokenizer):
     ],
 )
 def test_a_template_runs_in_a_sandbox(tmp_path, template):
-    """A template that tries to escape, or refuses, only refuses the request."""
+    """A template that tries to leave the sandbox, or refuses the messages, makes only its own
+    request fail."""
     tokenizer = Tokenizer(make_tokenizer_folder(tmp_path, template=template))
 
     with pytest.raises(RequestError, match="chat template"):

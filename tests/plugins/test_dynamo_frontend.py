@@ -1,4 +1,5 @@
-"""Dynamo's frontend with KV routing before two Headwater workers, beside Headwater's router.
+"""Dynamo's frontend with KV routing before two Headwater workers, compared with Headwater's
+router.
 
 Only where Dynamo is installed; scripts/test-plugins does that.
 """

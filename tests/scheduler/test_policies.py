@@ -146,7 +146,8 @@ def test_caution_is_raised_by_preemption_and_decays_otherwise() -> None:
 def test_growth_never_exceeds_what_a_sequence_may_need(
     prompt: int, most: int, lengths: list[int], alarms: int
 ) -> None:
-    """The reserve of one sequence fits beside it into a pool that can hold it at its longest."""
+    """A sequence and its reserve fit together into any pool that can hold the sequence at its
+    longest."""
     growth = GrowthEstimate(4, 128)
     for length in lengths:
         growth.observe(length)

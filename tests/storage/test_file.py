@@ -124,7 +124,7 @@ def test_a_torn_table_entry_is_an_empty_slot(make_file: MakeFile, tmp_path: Path
 
 @pytest.mark.parametrize("suffix", [".table", ".slab"])
 def test_a_damaged_file_is_left_out(make_file: MakeFile, tmp_path: Path, suffix: str) -> None:
-    """The blocks of a slab with an invalid head or a truncated slab are misses; the others are
+    """Blocks of a slab that has an invalid head or is truncated are misses; other blocks are
     served."""
     storage = make_file()
     keys = make_keys(3)

@@ -63,7 +63,8 @@ def test_no_wake_up_is_lost():
 
 
 def test_a_completion_before_the_first_wait_wakes_it_too():
-    """The descriptor is made when it is first wanted, and is readable if it should be."""
+    """The descriptor is made when it is first needed, and is readable at once if a completion
+    waits."""
     queue = CompletionQueue()
     queue.put(make_completion(1))
     poller = select.poll()

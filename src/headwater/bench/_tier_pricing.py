@@ -37,7 +37,7 @@ _SLOW = {
 """Bytes per second of the slow links: pageable memory, a network disk."""
 
 _PAUSE_S = 240.0
-"""Time between both requests, so that all writes end."""
+"""Time between the two requests of a session: long enough for all writes to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ class TransferPlanner:
         """How many blocks of `write` are planned, if the run before it takes `num_taken`. The node
         leaves the queue when nothing of it is left to write, or when there is no free slot."""
         node = write.node
-        if node.jobs:  # the queue had it too, and it is being written
+        if node.jobs:  # the node is in the queue, too, and is being written already
             return 0
         unwritten = len(node.device) - len(node.host)
         room = limit

@@ -150,7 +150,7 @@ class RecentWork:
         self._at_s = now
 
     def tokens(self, *, now: float) -> float:
-        """The amount that counts now."""
+        """The assigned tokens that are not forgotten yet."""
         return self._tokens * math.exp(-max(now - self._at_s, 0.0) / RECENT_S)
 
 

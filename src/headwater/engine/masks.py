@@ -198,8 +198,8 @@ class MaskWorkers:
         state.words = words
         if state.error is None:
             state.made_for = len(row.output)
-        # Last: from here on the loop may begin another mask. If it did before `made_for` is
-        # written, it would take this mask's state for that of the mask which it has just begun.
+        # Last: from here on the loop may begin another mask. If it did so before `made_for` is
+        # written, the value written here would seem to belong to that other mask.
         state.is_busy = False
 
     def _consume(self, state: MaskState, output: Tokens) -> None:

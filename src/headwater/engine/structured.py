@@ -103,7 +103,7 @@ def check_schema_size(*parts: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> Non
 
 
 def lark_grammar(rules: str) -> str:
-    """Lark rules with a `start` as a grammar."""
+    """A grammar made of Lark rules, one of which is `start`."""
     return json.dumps({"grammars": [{"lark_grammar": rules}]}, ensure_ascii=False)
 
 

@@ -44,8 +44,8 @@ def main(descriptor: int, parent: int, log_format: LogFormat, rank: int) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Let the kernel end this process with the thread that started it, even while it is
-    stopped."""
+    """Let the kernel kill this process when the thread that started it ends, even while this
+    process is stopped."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent has ended already
         os._exit(1)

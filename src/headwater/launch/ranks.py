@@ -174,7 +174,7 @@ class RankLauncher:
 
         assert self.group is not None, "the ranks have met"
         self.ranks.hear(RankMessage.READY, timeout_s=_OPEN_TIMEOUT_S)
-        self._folder.close()  # a rank may read it until it is ready
+        self._folder.close()  # a rank may read it until that rank is ready
         return ParallelRunner(own, self.ranks, self.group)
 
     def close(self) -> None:

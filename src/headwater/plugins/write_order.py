@@ -100,7 +100,7 @@ class WriteOrder(Generic[T]):
 
 
 class _Use:
-    """What is known of one block of the requests so far."""
+    """What finished requests have shown about one block."""
 
     __slots__ = ("is_shared", "next_key", "uses")
 

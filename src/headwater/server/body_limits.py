@@ -14,7 +14,7 @@ from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.schema import ChatRequest, TokenizeRequest
 
 MAX_VALUES = 200_000
-"""Most JSON values of a long body beside its token ids."""
+"""Maximum number of JSON values of a long body, not counting its token ids."""
 
 MAX_FIELD_BYTES = 1 << 21
 """Maximum number of bytes of a field that is not a prompt, such as `tools`: its JSON is read

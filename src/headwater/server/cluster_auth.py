@@ -71,7 +71,7 @@ class ClusterAuth:
         fields = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
         own = [name for name, _ in fields if name in _ONCE]
         if len(own) > len(set(own)):
-            return False  # of two headers, one would be checked and the other one used
+            return False  # if there were two, one could be checked and the other one used
         headers = {name: value.decode("latin-1") for name, value in fields}
         given = headers.get(TOKEN_HEADER)
         if given is not None and _is_confidential(scope):

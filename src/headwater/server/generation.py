@@ -282,7 +282,7 @@ class Generation:
                 raise _first(errors) from None
 
     def resumed(self) -> list[Delta]:
-        """Output that another instance generated, as deltas; their client has it."""
+        """Output that another instance generated, as deltas. The client has it already."""
         return [delta for choice in self._choices for delta in choice.replayed]
 
     async def collect(self) -> list[Transcript]:

@@ -69,7 +69,7 @@ def chat_request(body: ResponsesRequest, before: Sequence[Message] = ()) -> Chat
 
 
 def _input_messages(given: str | Sequence[InputItem]) -> list[Message]:
-    """The input as chat messages. Calls that follow one another are one message's."""
+    """The input as chat messages. Consecutive calls become one message."""
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     messages: list[Message] = []

@@ -109,8 +109,9 @@ class IoThreads:
                 self._num_lost -= was_lost
                 self._changed.notify_all()
                 if was_lost:
-                    # It may not leave the idle policy again, and a thread that it starts would
-                    # have the same one: the next `run` starts another.
+                    # This thread may not leave the idle policy again, and a thread that it
+                    # started would inherit the policy. So it ends, and the next `run` starts a
+                    # new one.
                     self._num_alive -= 1
                     return
 

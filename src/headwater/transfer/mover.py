@@ -44,8 +44,8 @@ class LinkMeter:
         self._last_s = now
 
     def rate(self, *, now: float, busy: bool = False) -> LinkRate | None:
-        """The estimate; None before the first job. While the link is `busy` it is not made more
-        optimistic: a job that will measure the link is already running."""
+        """The estimate; None before the first job. While the link is `busy`, age makes the
+        estimate no more optimistic: a job that will measure the link is already running."""
         if not self._blocks:
             return None
         line = self._line()

@@ -1,9 +1,9 @@
 """The CPU reference: a step's attention in plain torch.
 
-A packed batch has two kinds of rows. Decodes in buffers are attended together. The others are
-attended in one compiled call where there is one for them (`prefill`), else one by one. K and V of
-the others are written to the pool in each layer, because they are read from there. K and V of
-decodes in buffers are written once, after the last layer.
+A packed batch has two kinds of rows. Decodes in buffers are attended together. The other rows
+are attended in one compiled call if it supports them (`prefill`), otherwise one by one. K and V
+of the others are written to the pool in each layer, because they are read from there. K and V
+of decodes in buffers are written once, after the last layer.
 """
 
 from torch import Tensor

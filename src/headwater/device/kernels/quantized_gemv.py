@@ -67,7 +67,7 @@ def with_exponent(bits):  # noqa: ANN201 - Triton's own types
 
 @triton.jit
 def _bytes(a, b, c, d):
-    """The low bytes of four integers, as one."""
+    """The low bytes of four integers, as one integer."""
     return (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
 
 

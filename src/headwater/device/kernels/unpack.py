@@ -110,8 +110,8 @@ _E2M1_FLOAT16 = tl.constexpr(_e2m1_numbers("f16", 9))
 
 
 def _int4_numbers(kind: str, magic: int, *, is_scaled: bool) -> str:
-    """PTX: a code in the low bits of `magic` is a number of this kind, `code` above a power of
-    two."""
+    """PTX: a code that is put into the low bits of `magic` gives a number that is `code` above
+    a power of two."""
     lines = ["{ .reg .b32 t, v, m, magic; mov.b32 m, 0x000F000F;"]
     lines.append(f"mov.b32 magic, 0x{magic:04X}{magic:04X};")
     for nibble in range(4):

@@ -4,7 +4,8 @@
     sender ── frames: only tables, each with a validity word ──────────▶ receiver
 
 A descriptor is passed only after both ends have proved the token and that they run as the same
-user. It is the only way to the memory: it has no name that another process could open.
+user. The descriptor is the only way to the memory, which has no name that another process could
+open.
 """
 
 import os

@@ -379,7 +379,7 @@ class DecodeHandoff:
         return actions
 
     def _answer_late(self, message: ToDecode) -> Actions:
-        """P does not know yet that the hand-off is over: tell it how it ended."""
+        """P does not know yet that the hand-off is over: tell P the outcome."""
         if isinstance(message, Failed | StartRefused | Pull):
             return []
         if self.outcome is None:

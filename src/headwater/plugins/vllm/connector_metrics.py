@@ -54,7 +54,7 @@ class StatsDelta:
             before = self._last.get(name)
             if (
                 sample.value != before
-            ):  # also the first time: a metric of 0 is there from then on
+            ):  # a first 0 is reported too, so that the metric exists from then on
                 grown = sample.value - (before or 0.0)
                 data[name] = grown if sample.metric.is_counter else sample.value
                 self._last[name] = sample.value

@@ -104,7 +104,8 @@ class StagedLinks:
             for_ranks=self._for_ranks,
         )
         buffers = Buffers(slab, self._open_copier(slab))
-        # Not the slab for `mooncake`: the engine would register it, and it is freed with its sender.
+        # Not the slab for `mooncake`: the engine would register the slab, which is freed with
+        # its sender.
         memory: BlockMemory = slab if shared else buffers
         with _closing_unless_made(buffers):
             return StagedSender(

@@ -31,7 +31,8 @@ from headwater.disagg.protocol.push import (
 
 _CLOSE_S = 10.0
 _MAX_COPYING = 2
-"""Parts that are copied from the device at once: it has the next one when it ends one."""
+"""Parts that are copied from the device at once, so that the device has the next part when it
+finishes one."""
 
 Connect = Callable[[Deliver], Sender]
 """Makes a sender that pushes from the buffers."""
