@@ -388,7 +388,8 @@ def test_a_load_takes_device_slots_only_for_requests_that_fit():
 
 
 def test_resumed_sequences_may_load_and_are_counted_once():
-    """Lessons 37, 62: coming back from the host is a hit, and no second query."""
+    """Lessons 37, 62: coming back from the host is a hit, and does not count as a second
+    query."""
     harness = Harness(num_blocks=20, host_blocks=100)
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)

@@ -72,7 +72,8 @@ def _times(model: LoadedModel, *, is_quick: bool) -> dict[str, float]:
 
 
 def _errors(shape: str, method: str) -> dict[str, float]:
-    """Errors of the logits of a few layers against the dequantised weights in float32."""
+    """Errors of the logits of a model of a few layers, compared with its dequantised weights in
+    float32."""
     config = SHAPES[shape]()
     config.num_hidden_layers = _CUT_LAYERS
     torch.manual_seed(1)

@@ -56,7 +56,7 @@ class SimRunner:
         self._submitted: deque[ScheduledBatch] = deque()
         self._num_chosen = 0
         self.expected: dict[RequestId, Tokens] = {}
-        """Known outputs of the living requests."""
+        """Known outputs of requests that have not ended."""
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue `batch`."""

@@ -122,7 +122,7 @@ class ControlVerb:
     paths: tuple[str, ...]
     summary: str
     run: Callable[["ControlRequest", Any], Awaitable[Struct]]
-    """Called with the call and its body."""
+    """Executes the verb; called with the request and its body."""
 
     body: type[Struct] = NoFields
     answer: type[Struct] = ControlDone

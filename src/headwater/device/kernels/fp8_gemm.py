@@ -113,8 +113,9 @@ def fits(weight: Tensor, num_rows: int) -> bool:
 
 
 def _split(tiles: int, size: int, rows: int) -> int:
-    """Programs that share a tile: with several iterations each, and not many more in all than
-    processors; fewer if the sums of a tile take longer to write than its inputs to read."""
+    """Programs that share a tile. Each has several iterations, and all together are not many
+    more than there are processors. They are fewer if writing the sums of a tile takes longer
+    than reading its inputs."""
     most = 200 if rows <= _FEW_ROWS or size >= _DEEP else 100
     split = 1
     while tiles * split * 2 <= most and size // _INPUTS >= 8 * split:
