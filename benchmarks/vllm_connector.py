@@ -11,6 +11,8 @@ pages of 4 KiB, two processes without the connector differed by up to 7 %.
 miss   New prompts only: nothing is ever found, everything is saved and stored. Time and CPU time with
        the connector over without, round by round; each is the mean over the processes of a kind. The
        CPU time includes all threads, and all writes to storage that a batch causes.
+switch The same in one process, whose connector is detached from vLLM for one of two batches: two processes
+       of the same kind differ by more than the connector costs.
 first  The first token of a long prompt whose prefix is in storage only, over computing the prompt.
 """
 
@@ -131,6 +133,31 @@ def measure_misses(
     return {"wall": _spread(walls), "cpu": _spread(cpus)}
 
 
+def measure_switched(
+    plain: list[Engine], ours: list[Engine], options: argparse.Namespace
+) -> dict[str, object]:
+    """Pairs of batches in one process, with its connector and without, in random order."""
+    walls: list[float] = []
+    cpus: list[float] = []
+    rng = random.Random(options.seed)
+    end_s = time.monotonic() + options.limit_s
+    for number in range(options.rounds + 1):
+        if time.monotonic() > end_s:
+            break
+        for at, engine in enumerate(ours):
+            answers: dict[bool, dict[str, Any]] = {}
+            for detached in rng.sample([False, True], 2):
+                seed = 20_000 + options.seed + 10_000_000 * at + 2 * number + detached
+                prompts = make_prompts(seed, options.prompts, options.tokens)
+                how = {"detached": detached, "drain": not detached}
+                answers[detached] = engine.serve(prompts, max_tokens=16, **how)
+            assert not any(answers[False]["cached"]), "something was found"
+            if number:  # the first round is for warming up
+                walls.append(answers[False]["seconds"] / answers[True]["seconds"])
+                cpus.append(answers[False]["cpu"] / answers[True]["cpu"])
+    return {"wall": _spread(walls), "cpu": _spread(cpus)}
+
+
 def measure_first_token(
     plains: list[Engine], all_ours: list[Engine], options: argparse.Namespace
 ) -> dict[str, object]:
@@ -161,11 +188,17 @@ def _spread(ratios: list[float]) -> dict[str, object]:
 
 
 def pool(files: list[Path]) -> dict[str, object]:
-    """All pairs of the `miss` parts of several runs as one sample."""
-    parts = [json.loads(file.read_text().splitlines()[-1])["miss"] for file in files]
+    """All pairs of several runs as one sample, for each part that compares time."""
+    runs = [json.loads(file.read_text().splitlines()[-1]) for file in files]
     return {
-        name: _spread([one for part in parts for one in part[name]["all"]])
-        for name in ("wall", "cpu")
+        part: {
+            name: _spread(
+                [one for run in runs if part in run for one in run[part][name]["all"]]
+            )
+            for name in ("wall", "cpu")
+        }
+        for part in ("miss", "switch")
+        if any(part in run for run in runs)
     }
 
 
@@ -183,6 +216,7 @@ def serve_child(job: dict[str, Any], model: str) -> None:
     }.items():
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_transfer import kv_transfer_state
 
     transfer = None
     if job["connector"] is not None:
@@ -205,9 +239,13 @@ def serve_child(job: dict[str, Any], model: str) -> None:
         disable_log_stats=False,
         seed=0,
     )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    sides = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
     _say(ready=True)
     for line in sys.stdin:
         order = json.loads(line)
+        attached = (None, None) if order.get("detached") else sides
+        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = attached
         if order.get("reset"):
             llm.reset_prefix_cache(reset_connector=True)
         sampling = SamplingParams(
@@ -223,7 +261,7 @@ def serve_child(job: dict[str, Any], model: str) -> None:
         if order.get("drain"):
             engine = llm.llm_engine.engine_core.engine_core
             deadline = time.monotonic() + 60
-            while engine.scheduler.connector.has_pending_push_work():
+            while scheduler.connector.has_pending_push_work():
                 engine.step_fn()
                 time.sleep(0.005)
                 assert time.monotonic() < deadline, "writes did not end"
@@ -247,7 +285,9 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("."), help="folder for storage and model"
     )
-    parser.add_argument("--parts", nargs="+", choices=("miss", "first"), default=["miss"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=("miss", "switch", "first"), default=["miss"]
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
         "--limit-s", type=float, default=3600, help="seconds after which no new round begins"
@@ -282,7 +322,11 @@ def main() -> None:
         for number in range(options.processes):
             engines.append(Engine(model, options, None))
             engines.append(Engine(model, options, storage / str(number)))
-        parts = {"miss": measure_misses, "first": measure_first_token}
+        parts = {
+            "miss": measure_misses,
+            "switch": measure_switched,
+            "first": measure_first_token,
+        }
         result = {
             part: parts[part](engines[::2], engines[1::2], options) for part in options.parts
         }
