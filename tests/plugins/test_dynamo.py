@@ -140,6 +140,58 @@ def test_errors_of_the_server_reach_dynamo_by_kind(status, text, error):
     asyncio.run(scenario())
 
 
+def body_for(**request):
+    """The request that the server gets for one of Dynamo's with a prompt of three tokens, in a
+    context of 100."""
+    bodies = []
+
+    async def scenario():
+        async def answer(request):
+            bodies.append(await request.json())
+            return web.Response(text="")
+
+        async with worker_before(answer) as engine:
+            engine._context_length = 100
+            given = {"token_ids": [1, 2, 3], **request}
+            assert not [chunk async for chunk in engine.generate(given, CONTEXT)]
+
+    asyncio.run(scenario())
+    return bodies[0]
+
+
+def test_an_answer_without_a_limit_may_fill_the_context():
+    """The default of the completions API, 16 tokens, is not Dynamo's."""
+    assert body_for()["max_tokens"] == 97
+    assert body_for(stop_conditions={"max_tokens": 5})["max_tokens"] == 5
+
+
+def test_constraints_and_all_stop_tokens_reach_the_server():
+    """Guided decoding is a constraint there; visible and hidden stop tokens both stop."""
+    guided = {"json": {"type": "object"}, "regex": None, "backend": "any"}
+    body = body_for(
+        sampling_options={"guided_decoding": guided},
+        stop_conditions={"stop_token_ids": [7], "stop_token_ids_hidden": [5, 7]},
+    )
+
+    assert body["structured_outputs"] == {"json": {"type": "object"}}
+    assert body["stop_token_ids"] == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"output_options": {"logprobs": 0}}, "not support logprobs"),
+        ({"stop_conditions": {"max_thinking_tokens": 8}}, "not support max_thinking_tokens"),
+        ({"multi_modal_data": {"image": ["x"]}}, "not support multi_modal_data"),
+        ({"sampling_options": {"guided_decoding": {"structural_tag": "x"}}}, "structural_tag"),
+    ],
+)
+def test_what_an_answer_would_silently_lack_is_refused(request_, message):
+    """Dynamo gives the message to the client as an error of the request."""
+    with pytest.raises(InvalidArgument, match=message):
+        body_for(**request_)
+
+
 def test_streams_of_a_worker_have_no_limit_in_number_or_time():
     """All requests that Dynamo sends reach the server at once, which has limits of its own."""
     num_streams = 150

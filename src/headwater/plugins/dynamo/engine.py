@@ -31,6 +31,9 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed",
     "frequency_penalty", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
+_CONSTRAINTS = ("json", "regex", "choice", "grammar")
+"""Kinds of guided decoding that have the same name in Headwater's `structured_outputs`."""
+
 _FINISHED = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
@@ -41,6 +44,7 @@ class HeadwaterEngine(LLMEngine):
         self._model = model
         self._name = served_name
         self._server = server
+        self._context_length = 0
         self._publisher: Any = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -67,13 +71,14 @@ class HeadwaterEngine(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         info = (await self._server.start())["engine"]
+        self._context_length = info["max_model_len"]
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._publish_load()), loop.create_task(self._watch())]
         return EngineConfig(
             model=str(self._model),
             served_model_name=self._name,
             llm=LlmRegistration(
-                context_length=info.get("max_model_len"),
+                context_length=self._context_length,
                 kv_cache_block_size=info.get("block_tokens"),
                 total_kv_blocks=info.get("num_device_blocks"),
                 max_num_seqs=info.get("max_num_seqs"),
@@ -104,7 +109,8 @@ class HeadwaterEngine(LLMEngine):
     ) -> AsyncGenerator[Any, None]:
         prompt_tokens, generated = len(request["token_ids"]), 0
         cached = 0
-        async for event in self._server.stream("/v1/completions", _body(request, context)):
+        body = _body(request, context, self._context_length)
+        async for event in self._server.stream("/v1/completions", body):
             usage = event.get("usage")
             if usage is not None:
                 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", cached)
@@ -175,19 +181,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _body(request: Any, context: Any) -> dict[str, Any]:  # noqa: ANN401 - Dynamo's
-    """Dynamo's request as a request of Headwater's completions API."""
+def _body(request: Any, context: Any, context_length: int) -> dict[str, Any]:  # noqa: ANN401 - Dynamo's
+    """Dynamo's request as a request of Headwater's completions API. Without a limit of its own an
+    answer may fill the context. Raises RequestError for what is not supported."""
+    _require_supported(request)
     sampling = request.get("sampling_options") or {}
     stops = request.get("stop_conditions") or {}
     body = {name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None}
     if body.get("top_k", 0) < 0:
         del body["top_k"]  # Dynamo's value for "no limit"
     ending = {
-        "max_tokens": stops.get("max_tokens"),
+        "max_tokens": stops.get("max_tokens")
+        or max(context_length - len(request["token_ids"]), 1),
         "min_tokens": stops.get("min_tokens"),
         "ignore_eos": stops.get("ignore_eos"),
-        "stop_token_ids": stops.get("stop_token_ids_hidden") or stops.get("stop_token_ids"),
+        "stop_token_ids": sorted(
+            {*(stops.get("stop_token_ids_hidden") or ()), *(stops.get("stop_token_ids") or ())}
+        ),
         "n": sampling.get("n"),
+        "structured_outputs": _constraint(sampling.get("guided_decoding") or {}),
     }
     return {
         "prompt": list(request["token_ids"]),
@@ -198,6 +210,32 @@ def _body(request: Any, context: Any) -> dict[str, Any]:  # noqa: ANN401 - Dynam
         **body,
         **{name: value for name, value in ending.items() if value},
     }
+
+
+def _require_supported(request: Any) -> None:  # noqa: ANN401 - Dynamo's
+    """Refuse what the answer would silently lack."""
+    asked = {**(request.get("output_options") or {}), **(request.get("stop_conditions") or {})}
+    names = ("logprobs", "prompt_logprobs", "max_thinking_tokens")
+    lacking = [name for name in names if asked.get(name) is not None]
+    lacking += [name for name in ("multi_modal_data", "prefill_result") if request.get(name)]
+    if lacking:
+        raise RequestError(
+            f"a Headwater worker behind Dynamo does not support {', '.join(lacking)}; leave it "
+            "out, or send the request to `headwater serve`"
+        )
+
+
+def _constraint(guided: dict[str, Any]) -> dict[str, Any]:
+    """Dynamo's guided decoding as `structured_outputs`."""
+    given = {name: value for name, value in guided.items() if value is not None}
+    given.pop("backend", None)
+    unknown = set(given) - set(_CONSTRAINTS)
+    if unknown:
+        raise RequestError(
+            f"guided decoding by {', '.join(sorted(unknown))} is not supported; send one of "
+            f"{', '.join(_CONSTRAINTS)}"
+        )
+    return given
 
 
 def _snapshot(cache: dict[str, Any]) -> ComponentSnapshot:
