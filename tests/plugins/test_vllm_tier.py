@@ -270,6 +270,36 @@ def test_a_store_that_hangs_keeps_its_chunks_until_it_returns(make_harness):
     assert not harness.wait().success
 
 
+def test_waiting_stores_hold_at_most_half_of_the_cpu_tier(make_harness):
+    """vLLM cannot evict a chunk that waits to be written, so storage that hangs must not hold
+    them all. What does not fit is a failed job, and its chunks are free again."""
+    harness = make_harness()
+    store = SHARED["store"]
+    store.hang = Event()
+    for n in range(4):  # as many as are written at once
+        job = TransferJob(
+            n, make_offload_keys(1, f"w{n}"), np.array([n]), False, ReqContext("r")
+        )
+        harness.tier.submit_store(job)
+    for n in range(3):
+        keys, chunks = make_offload_keys(16, f"r{n}"), np.arange(16) + 4 + 16 * n
+        harness.tier.submit_store(TransferJob(10 + n, keys, chunks, False, ReqContext("r")))
+
+    assert [(one.job_id, one.success) for one in harness.tier.get_finished_jobs()] == [
+        (12, False)
+    ]
+    assert "headwater:storage_writes_waiting" in str(harness.tier.get_stats().data)
+    store.hang.set()
+    done: list[Any] = []
+
+    def have_ended():
+        done.extend(harness.tier.get_finished_jobs())
+        return len(done) == 6
+
+    until(have_ended)
+    assert all(one.success for one in done)
+
+
 def test_broken_storage_fails_stores_and_later_serves_again(make_harness):
     """Stores fail at once while the breaker is open, and nothing waits."""
     harness = make_harness()

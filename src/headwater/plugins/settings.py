@@ -1,7 +1,7 @@
 """Settings of all storage plug-ins, and the storage that they open."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from headwater.storage import (
 )
 from headwater.storage.settings import read_settings
 from headwater.transfer.mover import TransferConfig
+
+WRITE_BLOCKS = 16
+"""Most blocks of one call to storage: enough to keep the threads of a backend busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +55,24 @@ class PluginConfig:
     dropped."""
 
     def __post_init__(self) -> None:
-        if self.max_waiting_writes < 1:
+        if self.max_waiting_writes < WRITE_BLOCKS:
             raise ConfigError(
-                f"max_waiting_writes must be positive, got {self.max_waiting_writes}"
+                f"max_waiting_writes must be at least {WRITE_BLOCKS}, the blocks of one write, "
+                f"got {self.max_waiting_writes}"
             )
         if self.adapters not in (None, "named"):
             raise ConfigError(f'adapters must be "named" or left out, got {self.adapters!r}')
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], plugin: str) -> "PluginConfig":
-        """Settings from the other engine's configuration; ConfigError names a wrong one."""
+    def read(
+        cls, given: Mapping[str, Any], plugin: str, *, unused: Sequence[str] = ()
+    ) -> "PluginConfig":
+        """Settings from the other engine's configuration; ConfigError names a wrong one, or one
+        of `unused`, which have no effect in this plug-in."""
         rest = dict(given)
+        for name in unused:
+            if name in rest:
+                raise ConfigError(f"{name} has no effect in {plugin}; remove it")
         config = rest.pop("config", {})
         if not isinstance(config, Mapping):
             raise ConfigError(

@@ -51,7 +51,8 @@ class HeadwaterHiCache(HiCacheStorage):
         extra = dict(storage_config.extra_config or {})
         self._pieces_in_place = bool(extra.get("interface_v1", 0))
         ours = {name: value for name, value in extra.items() if name not in _NOT_OURS}
-        self._config = PluginConfig.read(ours, "HeadwaterHiCache")
+        unused = ["adapters", "max_waiting_writes"]
+        self._config = PluginConfig.read(ours, "HeadwaterHiCache", unused=unused)
         self._version = require_tested("sglang", allow_untested=self._config.allow_untested)
         self._sizes = storage_config
         if storage_config.should_split_heads:

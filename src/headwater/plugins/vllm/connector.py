@@ -128,8 +128,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return self._tier is not None and self._tier.has_work
 
     def reset_cache(self) -> bool:
-        """Forget the host tier, for example after new weights. Storage keeps its blocks; only
-        servers with the same weights find them."""
+        """Forget the host tier. Storage keeps its blocks, which have the weights in their keys;
+        a server that changes its weights while it runs is refused."""
         self.tier.reset()
         return True
 

@@ -15,6 +15,8 @@ from headwater.transfer.slab import slot_bytes
 
 _DEFAULT_HOST_BYTES = 4 << 30
 _OWN = ("host_bytes", "eviction")
+_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of attention of which vLLM keeps every block of a request as long as the request runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,10 @@ class KVShape:
                 f"the model has {len(groups)} groups of KV blocks, and the connector moves one; "
                 "use --disable-hybrid-kv-cache-manager, or HeadwaterTier"
             )
+        [group], spec = groups, groups[0].kv_cache_spec
+        single = type(spec).__name__ == "UniformTypeKVCacheSpecs"
+        for one in spec.kv_cache_specs.values() if single else [spec]:
+            _require_whole(type(one).__name__)
         block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         if block_tokens != hash_tokens:
             raise ConfigError(
@@ -45,8 +51,6 @@ class KVShape:
             )
         if not vllm_config.cache_config.enable_prefix_caching:
             raise ConfigError("the connector needs vLLM's prefix caching; do not turn it off")
-        [group], spec = groups, groups[0].kv_cache_spec
-        single = type(spec).__name__ == "UniformTypeKVCacheSpecs"
         return cls(
             layer_names=list(group.layer_names),
             page_bytes=spec.page_size_bytes * (1 if single else len(group.layer_names)),
@@ -124,6 +128,12 @@ class ConnectorConfig:
 
     def identify(self, vllm_config: Any, shape: KVShape, pages: str) -> bytes:  # noqa: ANN401 - vLLM's
         """The identity of this rank's blocks, whose layers are laid out as in `pages`."""
+        if self.storage is not None and vllm_config.weight_transfer_config is not None:
+            raise ConfigError(
+                "with weight_transfer_config vLLM changes its weights while it runs, and storage "
+                "would still serve blocks of the old ones; leave out backend and config, or "
+                "weight_transfer_config"
+            )
         return identify_worker(
             vllm_config,
             shape.layer_names,
@@ -132,3 +142,12 @@ class ConnectorConfig:
             self.settings,
             self.version,
         ).fingerprint()
+
+
+def _require_whole(kind: str) -> None:
+    """Refuse attention whose blocks vLLM takes away or replaces while their request runs."""
+    if kind not in _WHOLE:
+        raise ConfigError(
+            f"the model's KV blocks are of the kind {kind}, and the connector moves those of full "
+            "attention only; use HeadwaterTier"
+        )

@@ -17,6 +17,7 @@ from headwater.cache.keys import TokenPath
 from headwater.cache.plan import Lease
 from headwater.clock import Clock
 from headwater.plugins.identity import key_path, storage_keys
+from headwater.plugins.settings import WRITE_BLOCKS
 from headwater.plugins.vllm.messages import (
     LoadOrder,
     LookupOrder,
@@ -28,9 +29,6 @@ from headwater.plugins.vllm.messages import (
 )
 from headwater.plugins.write_order import PrefixUses, WriteOrder, WriteRank
 from headwater.types import EMPTY, BlockKey, RequestId, Slots
-
-_STORE_BLOCKS = 16
-"""Blocks of one store order."""
 
 _MAX_STORES = 4
 """Store orders in flight; each keeps the host slots of its path."""
@@ -322,8 +320,8 @@ class HostTier:
 
     def _queue_stores(self, save: _Save, start: int, keys: list[BlockKey]) -> None:
         end = len(save.hashes)
-        starts = range(start, end, _STORE_BLOCKS)
-        slices = [(at, min(at + _STORE_BLOCKS, end)) for at in starts]
+        starts = range(start, end, WRITE_BLOCKS)
+        slices = [(at, min(at + WRITE_BLOCKS, end)) for at in starts]
         ranks = self._uses.rank(keys, slices)
         for (at, until), (level, uses) in zip(slices, ranks, strict=True):
             self.waiting.add(

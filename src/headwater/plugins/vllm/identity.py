@@ -1,5 +1,6 @@
 """The identity of vLLM's blocks, from its own configuration."""
 
+import json
 import os
 from typing import Any
 
@@ -63,18 +64,39 @@ def identify_worker(
             f"--prefix-caching-hash-algo {algorithm} is not collision resistant; use sha256"
         )
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
+    weights = identify_weights(model.model, model.revision, settings.weights)
     return BlockIdentity(
         engine=f"vllm {version} connector",
-        weights=identify_weights(model.model, model.revision, settings.weights),
+        weights=f"{weights} {_computation(model)}",
         dtype=str(dtype).removeprefix("torch."),
         layout=f"{pages} of {','.join(layer_names)} by {cache.kv_cache_layout}",
         shard=(
             f"rank {rank} of world {sizes.world_size} tp {sizes.tensor_parallel_size} "
-            f"pp {sizes.pipeline_parallel_size} dcp {sizes.decode_context_parallel_size}"
+            f"pp {sizes.pipeline_parallel_size} dcp {sizes.decode_context_parallel_size} "
+            f"interleave {sizes.cp_kv_cache_interleave_size}"
         ),
         block_tokens=str(cache.block_size),
         hashing=f"{algorithm} seed {_hash_seed()}",
     )
+
+
+def _computation(model: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig
+    """Settings with which the same weights give other values."""
+    overrides = model.hf_overrides
+    if callable(overrides):
+        raise ConfigError(
+            "hf_overrides is a function, so it is not known what the model computes; give a "
+            "dictionary"
+        )
+    rope = json.dumps(getattr(model.hf_text_config, "rope_parameters", None), default=str)
+    settings = {
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "overrides": overrides,
+        # vLLM chooses between the factors of LongRoPE by the longest allowed request.
+        "max_model_len": model.max_model_len if "longrope" in rope else None,
+    }
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _hash_seed() -> str:

@@ -28,7 +28,7 @@ from headwater.clock import Clock, SystemClock
 from headwater.errors import StorageTimeout
 from headwater.plugins.identity import storage_keys
 from headwater.plugins.key_lookups import KeyLookups
-from headwater.plugins.settings import PluginConfig
+from headwater.plugins.settings import WRITE_BLOCKS, PluginConfig
 from headwater.plugins.staging import StagedStorage
 from headwater.plugins.storage_jobs import StorageJobs
 from headwater.plugins.versions import require_tested
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
-
-_SLICE_BLOCKS = 16
-"""Blocks per storage call: enough to keep the threads of a backend busy."""
 
 _NUM_READS = 8
 """Reads that may run or hang at the same time; each has staging memory for one slice."""
@@ -89,7 +86,7 @@ class HeadwaterTier(SecondaryTierManager):
         **settings: Any,  # noqa: ANN401 - JSON
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        config = PluginConfig.read(settings, "HeadwaterTier")
+        config = PluginConfig.read(settings, "HeadwaterTier", unused=["adapters"])
         version = require_tested("vllm", allow_untested=config.allow_untested)
         self._clock = clock or SystemClock()
         self._identity = identify_offload(offloading_spec.config, config, version).fingerprint()
@@ -98,7 +95,7 @@ class HeadwaterTier(SecondaryTierManager):
             self._identity, self._memory.block_bytes, self._memory.memory, self._clock
         )
         staged = StagedStorage(
-            guarded, self._memory.block_bytes, slice_blocks=_SLICE_BLOCKS, num_slices=_NUM_READS
+            guarded, self._memory.block_bytes, slice_blocks=WRITE_BLOCKS, num_slices=_NUM_READS
         )
         self._storage = StorageJobs(
             staged,
@@ -111,7 +108,7 @@ class HeadwaterTier(SecondaryTierManager):
         self._lookups = KeyLookups()
         self._uses = PrefixUses()
         self._writes: WriteOrder[tuple[_Transfer, int, int]] = WriteOrder(
-            config.max_waiting_writes
+            min(config.max_waiting_writes, _most_waiting(self._memory.num_slots))
         )
         self._running: dict[JobId, _Transfer] = {}
         self._num_writes = 0
@@ -139,8 +136,8 @@ class HeadwaterTier(SecondaryTierManager):
             transfer.num_waiting = len(slices)
             for (start, end), rank in zip(slices, self._ranks(transfer, slices), strict=True):
                 self._wait(transfer, start, end, rank)
+                self._start_writes()  # what is written already does not wait
         self._settle(transfer)
-        self._start_writes()
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         transfer = self._begin(job_metadata)
@@ -290,5 +287,11 @@ def _is_safe(key: OffloadKey) -> bool:
     return len(key) == HASH_BYTES + GROUP_BYTES
 
 
+def _most_waiting(num_chunks: int) -> int:
+    """Most chunks that may wait to be written. vLLM cannot evict them from its CPU tier, so
+    with more of them slow storage would leave no room there for new chunks."""
+    return max(num_chunks // 2, WRITE_BLOCKS)
+
+
 def _slices(count: int) -> list[tuple[int, int]]:
-    return [(at, min(at + _SLICE_BLOCKS, count)) for at in range(0, count, _SLICE_BLOCKS)]
+    return [(at, min(at + WRITE_BLOCKS, count)) for at in range(0, count, WRITE_BLOCKS)]
