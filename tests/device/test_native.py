@@ -1,4 +1,4 @@
-"""The compiled operations give the results of torch, which is used where they cannot be."""
+"""The compiled operations give the results of torch. Where they cannot be used, torch is."""
 
 from pathlib import Path
 

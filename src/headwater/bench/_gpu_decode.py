@@ -1,5 +1,5 @@
-"""Decode through the scheduler, as a share of the memory roofline; and copies at the same
-time."""
+"""Speed of decoding through the scheduler, as a share of the memory roofline, and speed of
+copies at the same time."""
 
 from collections.abc import Callable
 from typing import Any

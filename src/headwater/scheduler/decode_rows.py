@@ -1,9 +1,9 @@
 """Sequences that only decode, handled together: a step changes all of them with array operations.
 
 A sequence gets a row here when each of its next steps computes one token and samples one, and
-nothing else has to be looked at: its first output is out, no log-probabilities are asked for, and
-it has no grammar. A few array comparisons per step find the sequences that need more: a block, a
-commit, an end. Those are handled one by one, like sequences without a row.
+nothing else has to be looked at: it has sent its first output, no log-probabilities were
+requested, and it has no grammar. A few array comparisons per step find the sequences that need
+more: a block, a commit, an end. Those are handled one by one, like sequences without a row.
 
 With a thousand decoding sequences, changing the counters of each in Python would take
 milliseconds per step. A sequence with a row is therefore a `RowSequence`: the same object, with
