@@ -67,9 +67,9 @@ class MemorySamples:
 
     def report(self) -> dict[str, Any]:
         """For each series: the first and the last value, and the slope over the second half
-        with twice its standard error. A smaller slope than this error is zero within noise.
-        `correlation` is that of successive samples, by which the error is widened."""
-        # of the time, not of the samples: rounds take longer while the machine is busy
+        of the time with twice its standard error. A slope smaller than this error counts as
+        zero. `correlation` is the correlation of successive samples; it widens the error."""
+        # half of the time, not of the samples: rounds take longer while the machine is busy
         half = self.rows[2 * self.rows[:, 0] >= self.rows[-1:, 0]]
         if len(half) < 4:
             return {"memory_samples": self._count}

@@ -1,9 +1,10 @@
 """In-flight prefix sharing: waiting for a prefix that another sequence is computing.
 
 A waiter holds no slots and no lease. It waits only for a *running* sequence, which has all its
-slots and so always finishes the prefix: never for a waiting sequence or in a circle. It lends its
-place in the order of prompts to the prefill it waits for. So prompts that it would go before do
-not delay it, and computing the prefix again would take no less time.
+slots and so always finishes the prefix: never for a waiting sequence or in a circle. It lends
+its place in the order of prompts to the prefill it waits for. So prompts behind the waiter in
+this order do not delay that prefill, and the waiter would not be faster if it computed the
+prefix itself.
 """
 
 from collections.abc import Mapping
