@@ -30,7 +30,8 @@ class ConversationUser(HttpUser):  # type: ignore[misc]
             "/v1/chat/completions", json=body, catch_response=True
         ) as response:
             if response.status_code != 200:
-                response.failure(response.text)
+                answer = response.text or f"no answer from {self.host}"
+                response.failure(f"{response.status_code}: {answer}")
                 return
             message = response.json()["choices"][0]["message"]
             self.messages.append({"role": "assistant", "content": message["content"] or ""})

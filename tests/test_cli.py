@@ -15,6 +15,7 @@ from headwater.cli import main
 from headwater.cli.foreign_flags import FOREIGN_FLAGS
 from headwater.cli.idle_flags import idle_settings
 from headwater.cli.parser import build_parser
+from headwater.cli.security import commands_to_try
 from headwater.cli.serve import engine_config, server_config
 from headwater.config import EngineConfig, KvEventsConfig
 from headwater.errors import ConfigError
@@ -368,3 +369,21 @@ def test_the_library_without_extras_says_what_to_install(missing):
 
     assert f"needs the package '{missing}'" in found.stderr
     assert "pip install 'headwater[engine]'" in found.stderr
+
+
+def test_the_commands_to_try_have_the_flags_that_the_server_needs():
+    """The key comes from the variable that every client reads; what the reader has to supply is
+    said above the commands."""
+    plain = commands_to_try("http://here", needs_key=False, ca_certs=None)
+    closed = commands_to_try("https://here", needs_key=True, ca_certs=None)
+    wanted = "your CA's certificate for CA.pem and an API key of this server in HEADWATER_API_KEY"
+    own_ca = commands_to_try("https://here", needs_key=False, ca_certs="my ca.pem")
+
+    assert plain == ("curl", "headwater top http://here", "try:")
+    assert closed == (
+        'curl --cacert CA.pem -H "Authorization: Bearer $HEADWATER_API_KEY"',
+        "headwater top https://here --ssl-ca-certs CA.pem",
+        f"try, with {wanted}:",
+    )
+    assert own_ca[0] == "curl --cacert 'my ca.pem'"
+    assert own_ca[2] == "try:"

@@ -121,6 +121,10 @@ def test_a_cluster_has_fixed_ports_a_key_and_takes_an_instance_by_hand():
 
     assert f"http://127.0.0.1:{port}" in urls
     assert refused.status_code == 401
+    [asks] = [line for line in lines if "/v1/chat/completions" in line]
+    assert asks.startswith('curl -H "Authorization: Bearer $HEADWATER_API_KEY"')
+    assert '"max_tokens": 20' in asks
+    assert "add or replace an instance, with the same HEADWATER_API_KEY:" in lines
 
 
 def instances_of(url, headers, *, wanted, field="url"):

@@ -1,5 +1,8 @@
 """A live server with unusual clients: disconnecting, flooding, pausing, resetting."""
 
+import json
+import shlex
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,16 @@ import pytest
 from tests.e2e.live import LiveServer
 
 pytestmark = pytest.mark.slow
+
+
+def test_the_command_of_the_banner_gives_a_short_answer(server):
+    """The first thing that a user pastes ends soon: random weights rarely end an answer."""
+    command = next(
+        line for line in server.lines if line.strip().startswith("curl") and "-d" in line
+    )
+    ran = subprocess.run([*shlex.split(command), "-s"], capture_output=True, check=True)
+
+    assert 0 < json.loads(ran.stdout)["usage"]["completion_tokens"] <= 20
 
 
 def test_a_disconnected_client_frees_its_slots(server):

@@ -66,7 +66,10 @@ def test_stats_sums_by_model(directory: Path, capsys: pytest.CaptureFixture[str]
         path.stat().st_size for path in directory.iterdir() if path.name != "lock"
     )
     assert main(["storage", "stats", str(directory)]) == 0
-    assert "in all" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "in 2 slabs, 0 in use" in output
+    assert "in 1 slab, 1 in use" in output
+    assert "in all" in output
 
 
 def test_verify_reads_everything_and_names_what_is_damaged(

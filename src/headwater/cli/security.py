@@ -1,5 +1,6 @@
 """Flags about access that `serve` and `route` share: keys, hosts, TLS, the peer token."""
 
+import shlex
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def add_tls_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
 def api_key_of(options: Namespace) -> str | None:
     """The key from the flag or the environment."""
     return options.api_key if options.api_key is not None else api_key_from_environment()
+
+
+def commands_to_try(url: str, *, needs_key: bool, ca_certs: str | None) -> tuple[str, str, str]:
+    """curl and `headwater top` with the flags that `url` needs, and the heading above them."""
+    curl, top, needs = "curl", f"headwater top {url}", []
+    if url.startswith("https:"):
+        ca = "CA.pem" if ca_certs is None else shlex.quote(ca_certs)
+        curl, top = f"{curl} --cacert {ca}", f"{top} --ssl-ca-certs {ca}"
+        if ca_certs is None:
+            needs.append("your CA's certificate for CA.pem")
+    if needs_key:
+        curl += ' -H "Authorization: Bearer $HEADWATER_API_KEY"'
+        needs.append("an API key of this server in HEADWATER_API_KEY")
+    return curl, top, f"try, with {' and '.join(needs)}:" if needs else "try:"
 
 
 def peer_token_of(options: Namespace) -> str | None:

@@ -16,6 +16,7 @@ from headwater.cli.security import (
     TLS_FLAGS,
     allowed_hosts_of,
     api_key_of,
+    commands_to_try,
     peer_token_of,
     tls_of,
 )
@@ -209,20 +210,18 @@ def banner(serving: Serving, engine: EngineConfig, server: ServerConfig) -> str:
     """What is served, where, how much the cache holds, and a command to try."""
     info = serving.info
     num_tokens = info.num_device_blocks * info.block_tokens
-    body = json.dumps(
-        {"model": serving.model_name, "messages": [{"role": "user", "content": "Hello"}]}
-    )
+    messages = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": serving.model_name, "messages": messages, "max_tokens": 20})
     caching = (
         f"prefixes of {info.min_prefix_tokens} tokens and more are reused"
         if engine.prefix_caching
         else "prefix caching is off"
     )
-    curl, top = "curl", f"headwater top {serving.url}"
-    if server.tls is not None:
-        ca = server.tls.ssl_ca_certs or "CA.pem"
-        curl, top = f"{curl} --cacert {ca}", f"{top} --ssl-ca-certs {ca}"
-    if server.needs_key:
-        curl += " -H 'Authorization: Bearer KEY'"
+    curl, top, heading = commands_to_try(
+        serving.url,
+        needs_key=server.needs_key,
+        ca_certs=None if server.tls is None else server.tls.ssl_ca_certs,
+    )
     tiers = "".join(f"\n  {line}" for line in info.tiers)
     if engine.peers is not None and info.peer_address:
         tiers += (
@@ -234,7 +233,7 @@ Headwater {__version__} is ready at {serving.url}
   cache   {info.num_device_blocks:,} blocks of {info.block_tokens} tokens ({num_tokens:,} in all), empty; {caching}{tiers}
   engine  process {serving.engine_pid}, {info.limits}
   http    {serving.num_workers} {"worker" if serving.num_workers == 1 else "workers"}
-try:
+{heading}
   {curl} {serving.url}/v1/chat/completions -d '{body}'
   {curl} {serving.url}/cache
   {top}

@@ -125,7 +125,7 @@ def _stats(inspector: "StorageInspector", options: Namespace) -> int:
         sums["in_use"] += slab.in_use
     lines = [
         f"{_model(model)}  {sums['blocks']} of {sums['slots']} slots filled  "
-        f"{_size(sums['bytes'])} in {sums['slabs']} slabs, {sums['in_use']} in use"
+        f"{_size(sums['bytes'])} in {_slabs(sums['slabs'])}, {sums['in_use']} in use"
         for model, sums in models.items()
     ]
     used = inspector.used_bytes
@@ -171,7 +171,7 @@ def _prune(inspector: "StorageInspector", options: Namespace) -> int:
         "would_delete": [slab.name for slab in gone] if options.dry_run else [],
         "freed_bytes": freed,
     }
-    return _print(options, result, [f"{verb} {len(gone)} slabs, {_size(freed)}"])
+    return _print(options, result, [f"{verb} {_slabs(len(gone))}, {_size(freed)}"])
 
 
 def _line(slab: "SlabSummary") -> str:
@@ -191,6 +191,10 @@ def _print(options: Namespace, result: dict[str, Any], lines: list[str]) -> int:
     text = json.dumps(result, indent=2) if options.json else "\n".join(lines)
     sys.stdout.write(f"{text}\n" if text else "nothing\n")
     return 0
+
+
+def _slabs(number: int) -> str:
+    return "1 slab" if number == 1 else f"{number} slabs"
 
 
 def _size(num_bytes: float) -> str:

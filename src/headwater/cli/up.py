@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.cli.security import TLS_FLAGS, add_tls_flags, tls_of
+from headwater.cli.security import TLS_FLAGS, add_tls_flags, commands_to_try, tls_of
+from headwater.config import api_key_from_environment
 from headwater.errors import ConfigError
 from headwater.launch.hub import find_model
 from headwater.launch.parent_watch import watch_parent
@@ -154,8 +155,9 @@ def _run(spec: "ClusterSpec", options: Namespace) -> int:
     _share_token(spec, folder.token)
     local = LocalHost(folder.logs)
     instances = local if options.ray is None else _ray_host(spec, options.ray, folder.logs)
+    spec = _named(spec, name, options)
     supervisor = ClusterSupervisor(
-        _named(spec, name, options),
+        spec,
         clock=SystemClock(),
         routers=local,
         instances=instances,
@@ -167,7 +169,7 @@ def _run(spec: "ClusterSpec", options: Namespace) -> int:
     watch_parent(os.environ)
     control = ControlServer(folder.socket, supervisor.ask)
     try:
-        supervisor.run(lambda members: _say(_banner(name, members, folder.token, options)))
+        supervisor.run(lambda members: _say(_banner(spec, members, folder.token)))
     finally:
         control.close()
         for host in {id(local): local, id(instances): instances}.values():
@@ -330,13 +332,16 @@ def _ports(options: Namespace, num_instances: int) -> list[int]:
     return ports
 
 
-def _banner(name: str, members: "Sequence[Member]", token: Path, options: Namespace) -> str:
+def _banner(spec: "ClusterSpec", members: "Sequence[Member]", token: Path) -> str:
+    name = spec.name
     routers = [member for member in members if member.process.is_router]
-    url, ca_certs = routers[0].url, options.ssl_ca_certs
-    curl, top = "curl", f"headwater top {url}"
-    if ca_certs is not None:
-        curl = f"curl --cacert {shlex.quote(ca_certs)}"
-        top += f" --ssl-ca-certs {shlex.quote(ca_certs)}"
+    url = routers[0].url
+    has_key = api_key_from_environment() is not None
+    curl, top, heading = commands_to_try(
+        url,
+        needs_key=has_key or spec.api_keys_file is not None,
+        ca_certs=None if spec.tls is None else spec.tls.ca_certs,
+    )
     width = max(len(member.name) for member in members)
     lines = "".join(
         f"\n  {member.name:<{width}}  {member.url}  "
@@ -346,13 +351,13 @@ def _banner(name: str, members: "Sequence[Member]", token: Path, options: Namesp
     cluster = "" if name == "default" else f" --cluster {name}"
     return f"""\
 Headwater cluster is ready at {url}{lines}
-try:
-  {curl} {url}/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
+{heading}
+  {curl} {url}/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 20}}'
   {curl} {url}/instances
   {top}
   headwater status{cluster}
   {url}/dashboard in a browser
-add or replace an instance:
+add or replace an instance{", with the same HEADWATER_API_KEY" if has_key else ""}:
   {shlex.join(_by_hand(members, token))}
 stop with Ctrl-C or headwater down{cluster}"""
 
