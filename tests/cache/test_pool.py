@@ -312,6 +312,10 @@ class BothForms(RuleBasedStateMachine):
         slots = np.flatnonzero((states == CACHED) & (readers == 0))[:count]
         self.both("reuse", [slots[:2], slots[2:]], CACHED, new)
 
+    @rule(parts=st.lists(SLOTS, max_size=3))
+    def joined(self, parts):
+        self.both("joined", parts)
+
     @rule(target=reads, count=st.integers(0, 6))
     def begin_read(self, count):
         slots = self.pools[0].owned(CACHED)[:count]

@@ -6,8 +6,6 @@ out* of their node before they go to the pool, so that no second path can free t
 
 from collections.abc import Container, Iterable, Iterator
 
-import numpy as np
-
 from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.matcher import Ghosts
 from headwater.cache.node import Node
@@ -17,6 +15,9 @@ from headwater.cache.tree import PrefixTree, subtree
 from headwater.cache.write_queue import WriteQueue
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
+
+_DEVICE, _HOST = Tier.DEVICE, Tier.HOST
+_CACHED = SlotState.CACHED
 
 
 class Evictor:
@@ -49,19 +50,22 @@ class Evictor:
         """Take `count` device slots, evicting exactly as many blocks as are missing. If that is
         not possible, change nothing and return None."""
         device = self._device
-        missing = count - device.pool.num_free
+        pool = device.pool
+        missing = count - pool.num_free
         if missing <= 0:
-            return device.pool.take(count, state)
+            return pool.take(count, state)
         if missing > device.evictable:
             return None
-        return device.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
+        evicted = self._evict_one() if missing == 1 else None
+        return pool.reuse(evicted or self._evict_device(missing), _CACHED, state)
 
     def trim_device(self, count: int) -> int:
         """Evict up to `count` device blocks and free their slots; return how many."""
         count = min(count, self._device.evictable)
         if count <= 0:
             return 0
-        self._device.pool.free(_joined(self._evict_device(count)), SlotState.CACHED)
+        pool = self._device.pool
+        pool.free(pool.joined(self._evict_device(count)), _CACHED)
         return count
 
     def evict_host(self, count: int, kept: Container[Node] = ()) -> int:
@@ -81,7 +85,7 @@ class Evictor:
         evicted = count - need
         host.evictable -= evicted
         host.evicted += evicted
-        host.pool.free(_joined(moved), SlotState.CACHED)
+        host.pool.free(host.pool.joined(moved), _CACHED)
         self.bound_stored()
         return evicted
 
@@ -118,10 +122,6 @@ class Evictor:
         device = self._device
         moved: list[Slots] = []
         need = count
-        if count == 1 and (slots := self._evict_one()) is not None:
-            device.evictable -= 1
-            device.evicted += 1
-            return [slots]
         if self._writes.window.is_enabled:
             # Blocks with a host copy are found again, so they go first: a large admission may
             # evict more than was written ahead.
@@ -139,10 +139,11 @@ class Evictor:
             self.bound_stored()
         return moved
 
-    def _evict_one(self) -> Slots | None:
+    def _evict_one(self) -> list[Slots] | None:
         """Move the last slot of the first victim out of it, if that needs no search and does not
         empty the node: what a running sequence needs for its next block."""
-        node = next(iter(self._device.order.victims()))
+        device = self._device
+        node = next(iter(device.order.victims()))
         slots = node.device
         left, on_host = len(slots) - 1, len(node.host)
         if not left or node.device_children:
@@ -154,12 +155,14 @@ class Evictor:
             self._host.duplicates.pop(node, None)
             self._tree.num_both -= 1
         if self._events is not None:
-            self._events.removed(node, Tier.DEVICE, left, left + 1)
+            self._events.removed(node, _DEVICE, left, left + 1)
         node.device = slots[:left]
         self._tree.version += 1
+        device.evictable -= 1
+        device.evicted += 1
         if on_host < node.num_blocks:
             self._shrink(node, MissReason.EVICTED_DEVICE)
-        return slots[left:]
+        return [slots[left:]]
 
     def _written_victims(self) -> Iterator[Node]:
         """Nodes of the device order that are also on the host. Other nodes are skipped, but at
@@ -204,7 +207,7 @@ class Evictor:
                 duplicates.pop(node, None)
                 self._tree.num_both -= max(min(count, on_host) - left, 0)
             if events is not None:
-                events.removed(node, Tier.DEVICE, left, count)
+                events.removed(node, _DEVICE, left, count)
             if left:
                 moved.append(slots[left:])
                 node.device = slots[:left]
@@ -264,7 +267,7 @@ class Evictor:
             count = len(slots)
             keep = count - need if count > need else 0
             if events is not None:
-                events.removed(node, Tier.HOST, keep, count)
+                events.removed(node, _HOST, keep, count)
             if on_device > keep:
                 self._tree.num_both -= min(on_device, count) - keep
             need -= count - keep
@@ -350,7 +353,8 @@ class Evictor:
                 below.host = EMPTY
                 below.parent.host_children -= 1  # type: ignore[union-attr]  # not a root
                 self._shrink(below, MissReason.EVICTED_HOST)
-        self._host.pool.free(_joined(moved), SlotState.CACHED)
+        pool = self._host.pool
+        pool.free(pool.joined(moved), _CACHED)
 
     def _drop_children(self, node: Node) -> None:
         """Forget what storage has below `node`: without their parent the blocks cannot be
@@ -364,10 +368,3 @@ class Evictor:
 
 def _has_host_children(node: Node) -> bool:
     return node.host_children > 0
-
-
-def _joined(parts: list[Slots]) -> Slots:
-    """One array of all parts; a single part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else EMPTY

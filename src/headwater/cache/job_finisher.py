@@ -34,6 +34,11 @@ _LOST = {
 }
 """Outcomes that show that storage does not have a block, and the miss reason of that block."""
 
+_HOST, _STORAGE = Tier.HOST, Tier.STORAGE
+_CACHED, _MOVING = SlotState.CACHED, SlotState.MOVING
+_QUARANTINED = SlotState.QUARANTINED
+_DONE = JobStatus.DONE
+
 
 class JobFinisher:
     """Applies outcomes: attaches blocks, frees slots, releases pins, and tells owners."""
@@ -49,6 +54,7 @@ class JobFinisher:
         learn_stored: LearnStored,
     ) -> None:
         self._tier_pools = tier_pools
+        self._host = tier_pools[_HOST]
         self._pins = pins
         self._evictor = evictor
         self._residency = residency
@@ -113,8 +119,8 @@ class JobFinisher:
         if arrived < num_blocks:
             self._suspend_writes(record)
         self._jobs.remove(record)
-        if plan.target is Tier.STORAGE:
-            pool = self._tier_pools[Tier.HOST].pool
+        if plan.target is _STORAGE:
+            pool = self._host.pool
             pool.end_read(plan.source_slots, record.timed_out)
         if record.ends:
             self._release(record, plan, now=now)
@@ -143,9 +149,9 @@ class JobFinisher:
         self._suspend_writes(record)
         tier_pool = self._tier_pools.get(plan.target)
         if tier_pool is not None:
-            tier_pool.pool.move(plan.target_slots, SlotState.MOVING, SlotState.QUARANTINED)
+            tier_pool.pool.move(plan.target_slots, _MOVING, _QUARANTINED)
         else:
-            self._tier_pools[Tier.HOST].pool.lose_read(plan.source_slots)
+            self._host.pool.lose_read(plan.source_slots)
         segments, ends, pinned = record.segments, record.ends, record.pins_ends
         self._jobs.detach(record)
         for segment in segments:
@@ -170,21 +176,21 @@ class JobFinisher:
                 attached.append(slots)
                 num_attached += count
             at += segment.count
-        if tier is not Tier.STORAGE:
+        if tier is not _STORAGE:
             pool = self._tier_pools[tier].pool
-            old = SlotState.QUARANTINED if record.timed_out else SlotState.MOVING
+            old = _QUARANTINED if record.timed_out else _MOVING
             if num_attached == len(target):
-                pool.move(target, old, SlotState.CACHED)
+                pool.move(target, old, _CACHED)
             else:
                 used = np.concatenate((EMPTY, *attached))
-                pool.move(used, old, SlotState.CACHED)
+                pool.move(used, old, _CACHED)
                 pool.free(target[~np.isin(target, used)], old)
         return num_attached
 
     def _release(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:
         """Return the nodes of an ended job to the host order and the write queue, and release its
         pins. In reverse, so that the first victim of the job is the first victim again."""
-        to_host = plan.target is Tier.HOST
+        to_host = plan.target is _HOST
         ends = record.ends
         for node in reversed(ends):
             self._residency.touch_host(node, now=now)
@@ -202,14 +208,14 @@ class JobFinisher:
             return  # the device evicts them soon, unless a lease pins them first
         for segment in record.segments:
             if not record.is_still_cold(segment.node):
-                self._tier_pools[Tier.HOST].mark_duplicate(segment.node)
+                self._host.mark_duplicate(segment.node)
 
     def _suspend_writes(self, record: JobRecord) -> None:
         """A write that failed is not repeated at once: a broken tier must not keep the engine
         busy."""
         if not isinstance(record.plan, OffloadJob):
             return
-        to_storage = record.plan.target is Tier.STORAGE
+        to_storage = record.plan.target is _STORAGE
         suspend = self._writes.suspend_storage if to_storage else self._writes.suspend
         for segment in record.segments:
             suspend(segment.node)
@@ -218,7 +224,7 @@ class JobFinisher:
         self, record: JobRecord, plan: TransferJob, arrived: int, reason: MissReason
     ) -> None:
         """Forget that storage has the blocks of the job from `arrived` on."""
-        if plan.source is not Tier.STORAGE:
+        if plan.source is not _STORAGE:
             return
         at = 0
         for segment in record.segments:
@@ -231,9 +237,9 @@ class JobFinisher:
 
 def _num_arrived(num_blocks: int, outcome: JobOutcome) -> int:
     """Leading blocks of a job of `num_blocks` that were copied completely."""
+    if outcome.status is _DONE:  # the usual case; comparing with names costs more
+        return num_blocks
     match outcome.status:
-        case JobStatus.DONE:
-            return num_blocks
         case JobStatus.PARTIAL | JobStatus.DAMAGED | JobStatus.ABSENT:
             return min(max(outcome.num_blocks, 0), num_blocks)
         case _:

@@ -99,13 +99,15 @@ class JobTable:
     def start(self, record: JobRecord) -> None:
         """Add a job to the table."""
         self.by_id[record.plan.job] = record
-        for node in _nodes(record):
-            node.jobs = (*node.jobs, record)
+        if record.segments:
+            for node in _nodes(record):
+                node.jobs = (*node.jobs, record)
 
     def remove(self, record: JobRecord) -> None:
         """The job has ended: it leaves the table and its nodes."""
         del self.by_id[record.plan.job]
-        _leave_nodes(record)
+        if record.segments:
+            _leave_nodes(record)
 
     def detach(self, record: JobRecord) -> None:
         """The job stays in the table but no longer concerns any node."""

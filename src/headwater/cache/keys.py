@@ -21,6 +21,7 @@ from headwater.native import block_keys
 from headwater.types import BlockKey, Tokens
 
 _DOMAIN = b"headwater/block-key/1"
+_DTYPE = np.dtype(np.int32)
 _INT32 = np.iinfo(np.int32)
 
 
@@ -91,7 +92,7 @@ class TokenPath:
     ) -> None:
         """`keys` is shared by paths of one sequence: same first tokens, namespace and media."""
         array = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, dtype=object)
-        if array.dtype != np.int32 or not array.flags.c_contiguous or array.ndim != 1:
+        if array.dtype != _DTYPE or not array.flags.c_contiguous or array.ndim != 1:
             array = _as_int32(array)
         self.tokens: Tokens = array
         self.view = array.data.cast("B") if len(array) else memoryview(b"")

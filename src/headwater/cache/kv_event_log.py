@@ -70,7 +70,11 @@ class KVEventLog:
     def stored(self, node: Node, tier: Tier, start: int, end: int) -> None:
         """Blocks [start, end) of `node` are in `tier` from now on."""
         if start < end:
-            self._records.append(self._stored(node, tier, start, end))
+            keys = node.keys
+            if keys is None or len(keys) < end:
+                keys = self._tree.keys(node)
+            before = None if start or not node.start else self._tree.key_before(node, 0)
+            self._records.append((tier, keys, start, end, before, node.tokens, node.namespace))
 
     def removed(self, node: Node, tier: Tier, start: int, end: int) -> None:
         """Blocks [start, end) of `node` have left `tier`. Their keys are known, because they were
@@ -93,19 +97,12 @@ class KVEventLog:
 
     def snapshot(self) -> KVEventBatch:
         """Every block that is cached now, parents before children. O(nodes)."""
-        records = []
+        log = KVEventLog(self._tree)
         for node in self._tree.nodes():
             lengths = (len(node.device), len(node.host), node.num_stored)
             for tier, count in zip(Tier, lengths, strict=True):
-                if count:
-                    records.append(self._stored(node, tier, 0, count))
-        return KVEventBatch(records, self._tree.scheme)
-
-    def _stored(self, node: Node, tier: Tier, start: int, end: int) -> _Record:
-        tree = self._tree
-        keys = tree.keys(node)
-        before = tree.key_before(node, 0) if node.start and not start else None
-        return tier, keys, start, end, before, node.tokens, node.namespace
+                log.stored(node, tier, 0, count)
+        return log.take()
 
 
 def _append(events: list[CacheEvent], record: _Record, scheme: KeyScheme) -> None:

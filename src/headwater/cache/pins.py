@@ -90,6 +90,8 @@ class Pins:
         not used later than `node`.
         """
         unpinned = self._decrement(node)
+        if not unpinned:
+            return
         # Storage may have lost the end of the path meanwhile, or a reset removed all of it.
         gone = [at for at in unpinned if at.gone]
         if gone:

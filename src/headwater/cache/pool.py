@@ -215,6 +215,12 @@ class SlotPool:
         part of a job in flight."""
         return self.num_lost_reads > 0 and bool((self._readers[slots] > 0).any())
 
+    def joined(self, parts: list[Slots]) -> Slots:
+        """One array of all parts; a single part is not copied."""
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else EMPTY
+
     def stats(self) -> PoolStats:
         """How many slots are in each state now."""
         free, held, cached, moving, quarantined = self.counts()

@@ -16,6 +16,9 @@ from headwater.types import EMPTY, Slots, Tier
 _SHORT_RUN = 64
 """A node of up to this many blocks is always extended in place."""
 
+_DEVICE = Tier.DEVICE
+_HELD, _CACHED = SlotState.HELD, SlotState.CACHED
+
 
 class Publisher:
     """Finds or creates nodes. If two sequences computed the same block, the first one published
@@ -41,9 +44,12 @@ class Publisher:
         """Find or create a node for each block; return the slots of blocks that were published
         already."""
         pool = self._pool
-        pool.move(slots, SlotState.HELD, SlotState.CACHED)
+        pool.move(slots, _HELD, _CACHED)
         node, at, surplus = lease.node, 0, []
         count = len(slots)
+        if _can_extend(node, count):  # nothing comes after it, so there is nothing to find
+            self._extend(node, path, slots)
+            return EMPTY
         while at < count:
             block = lease.num_blocks + at
             first = self._tree.first(path, block)
@@ -58,7 +64,7 @@ class Publisher:
         if not surplus:
             return EMPTY
         rest = np.concatenate(surplus)
-        pool.move(rest, SlotState.CACHED, SlotState.HELD)
+        pool.move(rest, _CACHED, _HELD)
         return rest
 
     def learn_stored(self, path: TokenPath, count: int, now: float) -> None:
@@ -102,19 +108,28 @@ class Publisher:
         """Add blocks that are not in the tree after `parent`, which this lease pins."""
         count = len(slots)
         if _can_extend(parent, count):
-            self._tree.extend(parent, path, count)
-            parent.device = np.concatenate((parent.device, slots))
-            node = parent
-        else:
-            node = self._make_child(parent, first, path, count)
-            node.device = slots
-            node.pins = 1
-            parent.device_children += 1
+            self._extend(parent, path, slots)
+            return parent
+        node = self._make_child(parent, first, path, count)
+        node.device = slots
+        node.pins = 1
+        parent.device_children += 1
+        self._report(node, 0, count)
+        return node
+
+    def _extend(self, node: Node, path: TokenPath, slots: Slots) -> None:
+        """Append the next blocks of `path` to `node`."""
+        start = node.num_blocks
+        self._tree.extend(node, path, len(slots))
+        node.device = self._pool.joined([node.device, slots])
+        self._report(node, start, node.num_blocks)
+
+    def _report(self, node: Node, start: int, end: int) -> None:
+        """Blocks [start, end) of `node` are on the device from now on."""
         if self._events is not None:
-            self._events.stored(node, Tier.DEVICE, node.num_blocks - count, node.num_blocks)
+            self._events.stored(node, _DEVICE, start, end)
         if self._writes.through:
             self._writes.add_committed(node)
-        return node
 
     def _join(
         self, child: Node, path: TokenPath, block: int, slots: Slots, now: float
@@ -131,16 +146,13 @@ class Publisher:
         self._pins.extend(child)
         if known < common:
             both = child.num_both
-            child.device = np.concatenate((child.device, slots[known:common]))
+            child.device = self._pool.joined([child.device, slots[known:common]])
             self._tree.num_both += child.num_both - both
-            if self._events is not None:
-                self._events.stored(child, Tier.DEVICE, known, common)
             self._tree.version += 1
             if not known:
                 child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
                 self._tree.stored_only.pop(child, None)
-            if self._writes.through:
-                self._writes.add_committed(child)
+            self._report(child, known, common)
         return child, known, common
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from headwater.cache.host_log import AdoptedRun, HostBlockLog
 from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.node import Node
 from headwater.cache.pool import TierPool
 from headwater.cache.tree import PrefixTree
 from headwater.types import Slots, Tier
+
+_HOST, _STORAGE = Tier.HOST, Tier.STORAGE
 
 
 class Residency:
@@ -35,21 +35,20 @@ class Residency:
         """
         if node.gone or node.parent is None or start + count > node.num_blocks:
             return False
-        both = min(len(node.device), len(node.host))
-        if tier is Tier.DEVICE:
-            attached = self._attach_device(node, node.parent, start, slots)
-        elif tier is Tier.HOST:
-            attached = self._attach_host(node, node.parent, start, slots)
+        if tier is _STORAGE:
+            if node.num_stored != start:
+                return False
+            node.num_stored = start + count
         else:
-            attached = node.num_stored == start
-            if attached:
-                node.num_stored = start + count
-        if attached:
+            both = min(len(node.device), len(node.host))
+            attach = self._attach_host if tier is _HOST else self._attach_device
+            if not attach(node, node.parent, start, slots):
+                return False
             self._tree.num_both += min(len(node.device), len(node.host)) - both
-            self._tree.version += 1
-            if self._events is not None:
-                self._events.stored(node, tier, start, start + count)
-        return attached
+        self._tree.version += 1
+        if self._events is not None:
+            self._events.stored(node, tier, start, start + count)
+        return True
 
     def adopt(self, runs: Sequence[AdoptedRun], *, now: float) -> None:
         """Add runs that an earlier engine left in host slots. A run comes after the run before
@@ -62,7 +61,7 @@ class Residency:
             parent.host_children += 1
             nodes.append(node)
             if self._events is not None:
-                self._events.stored(node, Tier.HOST, 0, node.num_blocks)
+                self._events.stored(node, _HOST, 0, node.num_blocks)
         # From the end of a path to its beginning, as `touch_host` does: leaves are evicted first.
         aged = zip(nodes, runs, strict=True)
         for node, _ in sorted(aged, key=lambda pair: (pair[1].used_s, -pair[0].start)):
@@ -94,7 +93,7 @@ class Residency:
         if not start:
             parent.device_children += 1
             self._tree.stored_only.pop(node, None)
-        node.device = np.concatenate((node.device, slots))
+        node.device = self._host.pool.joined([node.device, slots])
         return True
 
     def _attach_host(self, node: Node, parent: Node, start: int, slots: Slots) -> bool:
@@ -103,7 +102,7 @@ class Residency:
         if len(node.host) != start or not has_parent:
             return False
         if start:
-            node.host = np.concatenate((node.host, slots))
+            node.host = self._host.pool.joined([node.host, slots])
         else:
             parent.host_children += 1
             self._tree.stored_only.pop(node, None)

@@ -30,6 +30,8 @@ from headwater.cache.sessions import SessionEntry
 from headwater.errors import CacheUseError, StaleLease
 from headwater.types import EMPTY, BlockKey, JobId, RequestId, Slots
 
+_HELD = SlotState.HELD
+
 
 class TieredCache(CacheParts):
     """A prefix tree over device, host and storage, with the slots of both pools.
@@ -99,24 +101,24 @@ class TieredCache(CacheParts):
         node, parts = self._claim(match, now)
         lease = Lease(owner, node, match.device_blocks, match.path, now, expires_s)
         if parts:
-            lease.slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            lease.slots = self._device.pool.joined(parts)
         self._pins.pin(node)
         self._leases[lease] = None
         if counted:
             self._writes.record_hit(node)
-        if self._tree.stored_only:
-            self._evictor.bound_stored()  # a split may have added a node
+        if len(self._tree.stored_only) > self.config.max_stored_nodes:
+            self._evictor.bound_stored()  # a split added a node
         return lease
 
     def take(self, count: int, *, now: float) -> Slots | None:
         """Hold `count` device slots, evicting as needed, or change nothing and return None."""
         if count < 0:
             raise CacheUseError(f"cannot take {count} slots")
-        return self._evictor.take_device(count, SlotState.HELD)
+        return self._evictor.take_device(count, _HELD)
 
     def free(self, slots: Slots) -> None:
         """Give back held slots."""
-        self._device.pool.free(slots, SlotState.HELD)
+        self._device.pool.free(slots, _HELD)
 
     def announce(self, lease: Lease, path: TokenPath) -> None:
         """The owner of `lease` is computing the blocks of `path` after the leased ones."""
@@ -152,8 +154,8 @@ class TieredCache(CacheParts):
         surplus = slots
         if not lease.node.gone:
             surplus = self._publisher.publish(lease, path, slots, now)
-            if self._tree.stored_only:
-                self._evictor.bound_stored()  # a split may have added a node
+            if len(self._tree.stored_only) > self.config.max_stored_nodes:
+                self._evictor.bound_stored()  # a split added a node
         lease.num_blocks = start + count
         if pending is not None:
             self._in_flight.announce(lease, pending)
@@ -174,7 +176,7 @@ class TieredCache(CacheParts):
         if lease not in self._leases:
             self._require_live(lease)
         if slots is not None:
-            self._device.pool.free(slots, SlotState.HELD)
+            self._device.pool.free(slots, _HELD)
         if lease.pending is not None:
             self._in_flight.withdraw(lease)
         del self._leases[lease]

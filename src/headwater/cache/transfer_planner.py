@@ -8,8 +8,6 @@ not wait for it. `JobFinisher` applies what the end of a job changes.
 
 from collections.abc import Container, Mapping
 
-import numpy as np
-
 from headwater.cache.evictor import Evictor
 from headwater.cache.jobs import JobRecord, JobTable, Segment, leading
 from headwater.cache.node import Node
@@ -26,6 +24,10 @@ _RUN_BLOCKS = 128
 """A job that writes to the host gets no further node once it has this many blocks: its blocks are
 findable only when all of them have arrived."""
 
+_DEVICE, _HOST, _STORAGE = Tier
+_MOVING = SlotState.MOVING
+_INTO_FREE, _NEXT_VICTIM = WriteKind.INTO_FREE, WriteKind.NEXT_VICTIM
+
 
 class TransferPlanner:
     """Plans loads and offloads, and puts each plan into the job table."""
@@ -41,7 +43,8 @@ class TransferPlanner:
         jobs: JobTable,
     ) -> None:
         self._tree = tree
-        self._tier_pools = tier_pools
+        self._device = tier_pools[Tier.DEVICE]
+        self._host = tier_pools[Tier.HOST]
         self._pins = pins
         self._evictor = evictor
         self._residency = residency
@@ -122,8 +125,8 @@ class TransferPlanner:
             return 0
         unwritten = len(node.device) - len(node.host)
         room = limit
-        if write.kind is WriteKind.INTO_FREE:
-            room = min(limit, self._tier_pools[Tier.HOST].pool.num_free - num_taken)
+        if write.kind is _INTO_FREE:
+            room = min(limit, self._host.pool.num_free - num_taken)
         if unwritten <= room:
             self._writes.suspend(node)
             return unwritten
@@ -140,7 +143,7 @@ class TransferPlanner:
         target = self._take_host(
             num_blocks,
             keep={segment.node for segment in segments},
-            may_evict=kind is not WriteKind.INTO_FREE,
+            may_evict=kind is not _INTO_FREE,
         )
         if target is None or len(target) < num_blocks:
             kept = leading(segments, 0 if target is None else len(target))
@@ -150,13 +153,12 @@ class TransferPlanner:
         if target is None:
             return []
         source = [s.node.device[s.start : s.start + s.count] for s in segments]
-        plan = OffloadJob(
-            self._jobs.new_id(), Tier.DEVICE, Tier.HOST, _joined(source), target, owner=owner
-        )
+        slots = self._host.pool.joined(source)
+        plan = OffloadJob(self._jobs.new_id(), _DEVICE, _HOST, slots, target, owner=owner)
         ends = tuple([segment.node for segment in segments])
         for node in ends:
             self._pins.pin(node)
-        cold = kind is WriteKind.NEXT_VICTIM
+        cold = kind is _NEXT_VICTIM
         used = frozenset([node.used for node in ends]) if cold else frozenset()
         self._start(JobRecord(plan, segments, ends, pins_ends=True, cold=cold, used=used))
         return [plan]
@@ -169,8 +171,8 @@ class TransferPlanner:
             count = min(len(node.host) - start, limit)
             plan = OffloadJob(
                 self._jobs.new_id(),
-                Tier.HOST,
-                Tier.STORAGE,
+                _HOST,
+                _STORAGE,
                 node.host[start : start + count],
                 EMPTY,
                 tuple(self._tree.keys(node)[start : start + count]),
@@ -178,7 +180,7 @@ class TransferPlanner:
                 owner,
             )
             # A slot that is reused during the write would be stored under a wrong key.
-            self._tier_pools[Tier.HOST].pool.begin_read(plan.source_slots)
+            self._host.pool.begin_read(plan.source_slots)
             self._start(JobRecord(plan, [Segment(node, start, count)], (node,)))
             plans.append(plan)
             limit -= count
@@ -206,15 +208,15 @@ class TransferPlanner:
         if not segments:
             return None
         count = sum(segment.count for segment in segments)
-        device = self._tier_pools[Tier.DEVICE]
-        node = segments[-1].node
+        device, node = self._device, segments[-1].node
         missing = count - device.pool.num_free
         if missing > device.evictable - self._pins.withheld_by(node):
             return None
         self._pins.pin(node)
-        target = self._evictor.take_device(count, SlotState.MOVING)
+        target = self._evictor.take_device(count, _MOVING)
         source = [s.node.host[s.start : s.start + s.count] for s in segments]
-        return self._start_load(segments, Tier.HOST, _joined(source), target, owner)
+        slots = self._host.pool.joined(source)
+        return self._start_load(segments, _HOST, slots, target, owner)
 
     def _load_from_storage(
         self, segments: list[Segment], owner: JobOwner | None, *, now: float
@@ -236,7 +238,7 @@ class TransferPlanner:
         self._pins.unpin(node, now=now)
         if target is None:
             return None
-        plan = self._start_load(segments, Tier.STORAGE, EMPTY, target, owner)
+        plan = self._start_load(segments, _STORAGE, EMPTY, target, owner)
         self._evictor.bound_stored()
         return plan
 
@@ -252,14 +254,14 @@ class TransferPlanner:
         if target is None:
             raise InvariantError("blocks counted as available could not be taken")
         keys: tuple[BlockKey, ...] = ()
-        if source is Tier.STORAGE:
+        if source is _STORAGE:
             runs = (self._tree.keys(s.node)[s.start : s.start + s.count] for s in segments)
             keys = tuple(key for run in runs for key in run)[: len(target)]
         plan = LoadJob(
             self._jobs.new_id(), source, Tier(source - 1), slots, target, keys, owner=owner
         )
         ends = (segments[-1].node,)
-        from_host = source is Tier.HOST
+        from_host = source is _HOST
         self._start(JobRecord(plan, leading(segments, len(target)), ends, pins_ends=from_host))
         return plan
 
@@ -268,26 +270,18 @@ class TransferPlanner:
     ) -> Slots | None:
         """Up to `count` host slots, evicting as needed but nothing of `keep`; None when no slot
         is available."""
-        pool = self._tier_pools[Tier.HOST].pool
+        pool = self._host.pool
         if may_evict and count > pool.num_free:
             self._evictor.evict_host(count - pool.num_free, keep)
         count = min(count, pool.num_free)
-        return pool.take(count, SlotState.MOVING) if count > 0 else None
+        return pool.take(count, _MOVING) if count > 0 else None
 
     def _start(self, record: JobRecord) -> None:
         """Put a job into the table and take its nodes out of the host order."""
-        host = self._tier_pools[Tier.HOST]
         for segment in record.segments:
             if len(segment.node.host) and not segment.node.jobs:
-                host.discard(segment.node)
+                self._host.discard(segment.node)
         self._jobs.start(record)
-
-
-def _joined(parts: list[Slots]) -> Slots:
-    """The parts as one array."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else EMPTY
 
 
 def _segments(nodes: list[Node], start: int, count: int) -> list[Segment]:

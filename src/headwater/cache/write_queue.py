@@ -52,6 +52,7 @@ _SHORT_RUN = 16
 _PIECE = 64
 """Queued nodes that are looked at together."""
 
+_AUTO = WritePolicy.AUTO
 _POLICIES = (WritePolicy.AUTO, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK)
 
 
@@ -80,10 +81,11 @@ class EvictionWindow:
         `num_expected`, and the window holds that many."""
         device = self._device
         used = device.evicted - device.pool.num_free
-        taken, self._used_before = used - self._used_before, used
+        taken = used - self._used_before
         if taken > 0:  # a step that takes nothing changes nothing: replay skips such steps
             self._burst = max(taken, self._burst * _BURST_MEMORY)
-        self.num_blocks = max(num_expected, self._least)
+        self._used_before = used
+        self.num_blocks = num_expected if num_expected > self._least else self._least
 
     @property
     def has_everything(self) -> bool:
@@ -98,18 +100,19 @@ class EvictionWindow:
         """Whether the window should be searched for unwritten nodes. O(1)."""
         if not self.is_enabled:
             return False
-        if self.has_everything:
-            return self._searched_state != self._state
-        device = self._device
+        device, window = self._device, self.num_blocks
         num_free = device.pool.num_free
-        if num_free >= self.num_blocks:
+        left = num_free + device.evictable
+        if left < window or left < _BURSTS * self._burst:  # `has_everything`, without its call
+            return self._searched_state != self._state
+        if num_free >= window:
             return False
         used, before = device.evicted - num_free, self._searched_at
         if before is None:
             return True
         if used < before:
             self._searched_at = before = used
-        return used - before >= (self.num_blocks // _LOOKS or 1)
+        return used - before >= (window // _LOOKS or 1)
 
     def nodes(self) -> list[Node]:
         """Nodes inside the window, first victim first."""
@@ -213,7 +216,7 @@ class WriteQueue:
         """`node` got new device blocks. Under `auto` they only fill free host slots: evicting
         for them would replace a block that is in no other tier by a duplicate. A few blocks wait
         for more, or for the end of the request: until then its lease keeps them anyway."""
-        if self._policy is not WritePolicy.AUTO:
+        if self._policy is not _AUTO:
             self.add(node)
         elif self._host.pool.num_free and len(node.device) - len(node.host) >= _SHORT_RUN:
             self._to_host.setdefault(node, False)
@@ -339,8 +342,8 @@ class WriteQueue:
         before, inside = self._inside, dict.fromkeys(nodes)
         self._inside = inside
         # If it is not inside any more, it was used again, or others are evicted first.
-        for node in [node for node in before if node not in inside]:
-            if not node.gone:
+        for node in before:
+            if node not in inside and not node.gone:
                 self._host.mark_duplicate(node)
         duplicates = self._host.duplicates
         for node in duplicates.keys() & inside.keys():

@@ -176,6 +176,20 @@ static void join(PyObject *parts, int64_t *joined)
     }
 }
 
+/* The arrays of a list as one array; a single one is not copied. */
+static PyObject *pool_joined(Pool *pool, PyObject *parts)
+{
+    const Py_ssize_t total = total_length(parts);
+    if (total < 0)
+        return NULL;
+    if (PyList_GET_SIZE(parts) == 1)
+        return Py_NewRef(PyList_GET_ITEM(parts, 0));
+    PyObject *slots = new_array(total);
+    if (slots != NULL)
+        join(parts, values(slots));
+    return slots;
+}
+
 static PyObject *pool_reuse(Pool *pool, PyObject *const *args, Py_ssize_t given)
 {
     long old, new;
@@ -395,6 +409,7 @@ static void pool_dealloc(Pool *pool)
 static PyMethodDef pool_methods[] = {
     FAST(take),       FAST(move),      FAST(reuse),         FAST(free),    FAST(end_read),
     FAST(claim),      ONE(begin_read), ONE(lose_read),      ONE(has_lost_read),
+    ONE(joined),
     NONE(states),     NONE(free_slots), NONE(readers),      NONE(counts),  {NULL},
 };
 
