@@ -92,20 +92,23 @@ class Pins:
         unpinned = self._decrement(node)
         if not unpinned:
             return
-        # Storage may have lost the end of the path meanwhile, or a reset removed all of it.
-        gone = [at for at in unpinned if at.gone]
+        device = self._device
+        gone: list[Node] = []
+        unused: list[Node] = []
+        for at in unpinned:
+            count = len(at.device)
+            if at.gone:  # storage lost the end of the path meanwhile, or a reset removed all
+                gone.append(at)
+            elif count:
+                device.evictable += count
+                if cold and at.used <= node.used:
+                    unused.append(at)
+                else:
+                    device.order.add(at, now)
+        for at in reversed(unused):
+            device.order.add_cold(at, now)
         if gone:
             self._free_slots(gone)
-        device = self._device
-        resident = [at for at in unpinned if len(at.device)]
-        for at in resident:
-            device.evictable += len(at.device)
-            if not (cold and at.used <= node.used):
-                device.order.add(at, now)
-        if cold:
-            for at in reversed(resident):
-                if at.used <= node.used:
-                    device.order.add_cold(at, now)
 
     def mark(self, node: Node, runs: Sequence[MarkedRun], *, now: float) -> None:
         """Give each node of the path that ends with `node` the mark of the run that contains

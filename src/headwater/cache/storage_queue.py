@@ -83,15 +83,17 @@ class StorageQueue:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._entries)
 
-    def add(self, node: Node, now: float) -> None:
-        """Queue the host blocks of `node` that storage does not have, or rank it again."""
-        if node.gone or len(node.host) <= node.num_stored:
-            return
+    def add(self, node: Node, now: float) -> bool:
+        """Queue the host blocks of `node` that storage does not have, or rank it again. Returns
+        whether it has any."""
+        if len(node.host) <= node.num_stored or node.gone:
+            return False
         before = self._entries.get(node)
         number = next(self._numbers) if before is None else before[0][3]
         self._push(node, self._rank(node, number, now))
         if len(self._entries) > self._max_nodes:
             self._drop_half()
+        return True
 
     def pop(self) -> Node | None:
         """The node to write next. It stays queued until `resume` finds nothing left to write."""

@@ -264,9 +264,7 @@ class WriteQueue:
     def end_job(self, node: Node, *, written_s: float | None = None) -> None:
         """A job of `node` ended, so that it can be written to storage. `written_s` is the time if
         the job wrote blocks to the host."""
-        if self._storage:
-            if written_s is not None:
-                self._to_storage.add(node, written_s)
+        if self._storage and (written_s is None or not self._to_storage.add(node, written_s)):
             self._to_storage.resume(node)
 
     def suspend(self, node: Node) -> None:
