@@ -376,7 +376,9 @@ def test_the_commands_to_try_have_the_flags_that_the_server_needs():
     said above the commands."""
     plain = commands_to_try("http://here", needs_key=False, ca_certs=None)
     closed = commands_to_try("https://here", needs_key=True, ca_certs=None)
-    wanted = "your CA's certificate for CA.pem and an API key of this server in HEADWATER_API_KEY"
+    wanted = (
+        "your CA's certificate for CA.pem and an API key of this server in HEADWATER_API_KEY"
+    )
     own_ca = commands_to_try("https://here", needs_key=False, ca_certs="my ca.pem")
 
     assert plain == ("curl", "headwater top http://here", "try:")
