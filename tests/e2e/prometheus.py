@@ -39,7 +39,7 @@ class Prometheus:
         await_port(port, self._process)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The current value of an expression; an error of Prometheus fails."""
+        """The current value of an expression; fails if Prometheus answers with an error."""
         params = {"query": expression}
         answer = httpx.get(f"{self._url}/query", params=params, timeout=10).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"

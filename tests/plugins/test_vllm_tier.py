@@ -271,8 +271,8 @@ def test_a_store_that_hangs_keeps_its_chunks_until_it_returns(make_harness):
 
 
 def test_waiting_stores_hold_at_most_half_of_the_cpu_tier(make_harness):
-    """vLLM cannot evict a chunk that waits to be written, so storage that hangs must not hold
-    them all. What does not fit is a failed job, and its chunks are free again."""
+    """vLLM cannot evict a chunk that waits to be written, so while storage hangs only half of
+    the chunks may wait. A job beyond that fails, and its chunks are free again."""
     harness = make_harness()
     store = SHARED["store"]
     store.hang = Event()

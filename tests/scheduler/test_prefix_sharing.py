@@ -96,8 +96,8 @@ def test_a_prefix_wait_lasts_as_long_as_its_prefill() -> None:
 
 
 def test_a_long_prefill_is_computed_for_those_that_wait_for_its_beginning() -> None:
-    """Many prompts are shorter than the long one and go before it. The waiter lacks less than
-    each of them, so the beginning of the long one is computed before them."""
+    """Many prompts are shorter than the long one and go before it. The waiter lacks fewer
+    tokens than each of them, so the beginning of the long one is computed before them."""
     harness = Harness(num_blocks=2000, settings={**CHUNKED, "max_num_seqs": 16})
     harness.add(make_request("long", make_prompt(1600), max_tokens=1))
     harness.steps(1)

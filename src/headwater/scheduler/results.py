@@ -234,7 +234,7 @@ class ResultApplier:
     def _commit_due(self, num_decodes: int, now: float) -> None:
         """Commit blocks that earlier steps filled, and set how many more this step may commit.
 
-        Twice the number that fill in an average step, so that nothing stays due for long.
+        That is twice the number that an average step fills, so no block stays due for long.
         """
         left = max(2 * num_decodes // self._cache.block_tokens, _MIN_COMMITS)
         for sequence in list(islice(self._due, left)):

@@ -62,7 +62,8 @@ _E4M3_PRODUCTS = tl.constexpr(
 
 
 def _e2m1_pairs(word: str, body: int, places: list[str]) -> str:
-    """PTX of `places`, each of which may use `v`: the numbers of one nibble of `word`.
+    """PTX that runs `places` one after another. Before each, `v` is set to the next nibble of
+    every half of `word`, as a number.
 
     The three low bits of a code go to the lowest bits of the exponent and the highest of the
     fraction, from bit `body` on, and the highest bit becomes the sign.

@@ -18,8 +18,8 @@ from headwater.server.parsing.base import (
 )
 
 MAX_HEAD_CHARS = 1024
-"""If the arguments have not opened within this length, the call is emitted when it is complete.
-The bound keeps the search for them cheap."""
+"""If the arguments have not begun within this length, the call is emitted when it is complete.
+The bound keeps the search for their beginning cheap."""
 
 _SIGNS = re.compile(r'["\\{}]')
 
