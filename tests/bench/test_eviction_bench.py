@@ -28,7 +28,7 @@ def test_json_has_the_promised_keys(capsys):
 
 
 def test_invalid_capacities_get_a_message(capsys):
-    """The message has the given value."""
+    """The message names the value."""
     for given in ("ten", "0", "5,-1"):
         assert main(["bench", "eviction", "--capacity", given]) == 1
         assert "--capacity" in capsys.readouterr().err

@@ -256,8 +256,8 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
 
 def test_a_full_hit_computes_the_last_block_only() -> None:
-    """At least one token must be computed to sample the next: only the block of the last
-    token."""
+    """At least one token must be computed to sample the next one, so only the block of the
+    last token is computed."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(20), max_tokens=1))
     before = harness.runner.num_tokens

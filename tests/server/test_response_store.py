@@ -44,7 +44,7 @@ def test_another_tenant_finds_nothing():
 
 
 def test_a_stored_response_can_be_removed_and_replaced():
-    """The byte count follows; unknown ids are ignored; 0 keeps nothing."""
+    """The count of bytes is correct after both; removing an unknown id does nothing."""
     store = make()
     put(store, "a")
     put(store, "a", num_bytes=20)
@@ -52,6 +52,10 @@ def test_a_stored_response_can_be_removed_and_replaced():
     store.remove("resp_a")
     store.remove("resp_a")
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_a_store_of_no_responses_keeps_nothing():
+    """This is how storing is turned off."""
     off = make(max_responses=0)
     put(off, "a")
     assert len(off) == 0

@@ -301,7 +301,7 @@ class EngineCore:
             feed.publish_snapshot(self._cache.snapshot_events())
 
     def check(self) -> None:
-        """Raise InvariantError if an invariant of scheduler or cache is broken. Slow: checks everything."""
+        """Raise InvariantError if an invariant of scheduler or cache is broken. Slow."""
         self._scheduler.check()
         self._cache.check()
 

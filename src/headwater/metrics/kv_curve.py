@@ -45,7 +45,7 @@ class CurveKeys:
 
     def connect(self, socket: "zmq.Socket[Any]") -> None:
         """Make a socket prove that it has the token, and verify the server. Call before
-        `connect`."""
+        the socket's own `connect`."""
         socket.curve_serverkey = self.server_public
         socket.curve_publickey = self.client_public
         socket.curve_secretkey = self.client_secret

@@ -42,8 +42,9 @@ class SharedLink:
         """When a copy was last on it."""
         self._now_s = 0.0
         self._served = 0.0
+        """Bytes carried for a copy that has been moving since the link was last idle."""
         self._moving: list[tuple[float, int, float, Arrive]] = []
-        """A heap of copies, by the value of `_served` at which each has passed."""
+        """A heap of copies, by the value of `_served` at which all bytes of each are carried."""
         self._line: deque[tuple[int, Arrive]] = deque()
         self._arriving: deque[tuple[float, float, Arrive]] = deque()
         """Copies whose bytes have been carried; they arrive after the latency, in order of
@@ -85,7 +86,7 @@ class SharedLink:
         heappush(self._moving, (end, self._num_begun, self._now_s, arrive))
 
     def _through_s(self) -> float:
-        """When the first moving copy has passed, if no other starts or ends."""
+        """When the first moving copy is carried, if no other starts or ends."""
         left = max(self._moving[0][0] - self._served, 0.0)
         return self._now_s + left * len(self._moving) / self.cost.bytes_s
 
