@@ -86,7 +86,8 @@ def test_a_second_step_in_flight_carries_the_token() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_known_length_schedules_no_useless_row(depth: int) -> None:
-    """`max_tokens` is known in advance: prompt + n - 1 tokens are computed, at either depth."""
+    """`max_tokens` is known in advance: exactly prompt + n - 1 tokens are computed, with one
+    step in flight or two."""
     harness = Harness(depth=depth)
 
     harness.run(make_request("a", make_prompt(6), max_tokens=5))
@@ -97,8 +98,8 @@ def test_a_known_length_schedules_no_useless_row(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stop_token_ends_the_output_and_drops_what_was_in_flight(depth: int) -> None:
-    """The row that a second step already has for it gives nothing, and its slots are
-    returned."""
+    """The sequence may have a row in the next step already: that row gives no token, and its
+    slots are returned."""
     free = make_request("a", make_prompt(6), max_tokens=30)
     stop = expected_tokens(free)[4]
     first = expected_tokens(free).index(stop)

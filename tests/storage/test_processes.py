@@ -42,7 +42,7 @@ def all_keys(storage: FileStorage) -> list[BlockKey]:
 
 
 def check_whole(path: Path) -> int:
-    """Everything that the next process finds is complete and right; return how much it is."""
+    """Everything that the next process finds is complete and right. Returns the number of blocks."""
     storage = open_writer(str(path))
     keys = all_keys(storage)
     assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.READ] * len(keys)
