@@ -92,7 +92,9 @@ def main() -> None:
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"weights")
-    memory = np.frombuffer(mmap.mmap(-1, total), dtype=np.uint8).reshape(options.chunks, -1)
+    # All jobs of a round are submitted at once. Headwater's tier drops writes when more than half of
+    # vLLM's CPU tier waits for them, so there are twice as many chunks as are written.
+    memory = np.frombuffer(mmap.mmap(-1, 2 * total), dtype=np.uint8).reshape(-1, block_bytes)
     memory[:] = np.random.default_rng(0).integers(0, 256, memory.shape, dtype=np.uint8)
     spec = make_spec(model, block_bytes)
     # A tier in use is full: it evicts, and writes to slots that exist. `fs` has no bound.

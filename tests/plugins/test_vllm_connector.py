@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headwater.clock import SystemClock
+from headwater.errors import ConfigError
 from headwater.plugins.identity import storage_keys
 from headwater.plugins.settings import PluginConfig
 from headwater.plugins.storage_metrics import sample_writes
@@ -18,7 +19,7 @@ from headwater.plugins.vllm.connector_worker import ConnectorWorker
 from headwater.plugins.vllm.host_tier import HostTier, HostTierConfig
 from headwater.plugins.vllm.messages import OrderEnd, RankReport
 from headwater.plugins.vllm.pages import KVPages
-from headwater.transfer.slab import PAGE_BYTES
+from headwater.transfer.slab import PAGE_BYTES, HostSlab
 from tests.plugins.backends import SHARED
 from tests.waiting import until
 
@@ -139,6 +140,35 @@ def test_host_memory_is_allocated_at_the_start(make_engine):
 
     assert not refused
     assert all(page & 1 for page in present)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_block_that_vllm_divides_for_its_kernel_moves_whole(rows):
+    """With --block-size 128 and a kernel for 64 tokens, vLLM's tensors have two rows for each KV
+    block, and its block numbers still count KV blocks."""
+    layers = {name: torch.rand((4 * rows, 2, TOKENS // rows, 4)) for name in ("l0", "l1")}
+    before = {name: layer.clone() for name, layer in layers.items()}
+    pages = KVPages(layers, 4)
+    pages.bind(HostSlab(2, pages.block_bytes))
+
+    pages.save([1, 3], [0, 1])
+    for layer in layers.values():
+        layer.zero_()
+    pages.load([1, 0], [0, 2])
+
+    assert pages.block_bytes == 2 * 2 * TOKENS * 4 * 4
+    for name, layer in layers.items():
+        blocks, old = layer.view(4, -1), before[name].view(4, -1)
+        assert torch.equal(blocks[0], old[3])
+        assert torch.equal(blocks[2], old[1])
+        assert not blocks[1].any()
+        assert not blocks[3].any()
+
+
+def test_a_kv_cache_with_another_number_of_blocks_is_refused():
+    """Its rows would be those of other blocks."""
+    with pytest.raises(ConfigError, match="is not the 4 KV blocks"):
+        KVPages({"l0": torch.zeros((6, 2, TOKENS, 4))}, 4)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "session"])

@@ -21,14 +21,17 @@ class KVPages:
         self._layers: list[Any] = []
         seen: set[int] = set()
         for name, tensor in layers.items():
-            if tensor.shape[0] < num_blocks:
+            if tensor.shape[0] % num_blocks:
                 raise ConfigError(
                     f"the KV cache of layer {name} has shape {tuple(tensor.shape)}: its first "
                     f"dimension is not the {num_blocks} KV blocks; this layout is not supported"
                 )
             if tensor.data_ptr() not in seen:  # layers may share one cache
                 seen.add(tensor.data_ptr())
-                self._layers.append(_as_rows(tensor).view(torch.uint8))
+                # Where a kernel takes smaller blocks, vLLM divides each KV block into several
+                # rows: they are one page here, because block numbers count KV blocks.
+                blocks = tensor.unflatten(0, (num_blocks, -1)).squeeze(1)
+                self._layers.append(_as_rows(blocks).view(torch.uint8))
         self.block_bytes = sum(layer[0].numel() for layer in self._layers)
         self._host: list[Any] = []
 
