@@ -1,6 +1,8 @@
 """Settings of every property search; `tests/search.py` has their lengths."""
 
+import logging
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -20,6 +22,25 @@ settings.load_profile("headwater")
 
 # A shell starts background jobs with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _restore_log_levels() -> Iterator[None]:
+    """Benchmarks that run in this process change the levels of loggers; the next test must not
+    depend on that."""
+    before = {logger: logger.level for logger in _own_loggers()}
+    yield
+    for logger in _own_loggers():
+        logger.setLevel(before.get(logger, logging.NOTSET))
+
+
+def _own_loggers() -> list[logging.Logger]:
+    loggers = logging.root.manager.loggerDict
+    return [
+        logger
+        for name, logger in loggers.items()
+        if name.startswith("headwater") and isinstance(logger, logging.Logger)
+    ]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

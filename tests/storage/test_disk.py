@@ -36,7 +36,7 @@ def test_disk_space_is_allocated_by_one_process_at_a_time(
     with (tmp_path / "blocks" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(StorageTimeout) as caught:
-            storage.write(keys, [block], parents=make_parents(keys), timeout_s=0.05)
+            storage.write(keys, [block], parents=make_parents(keys), timeout_s=0.5)
 
     assert caught.value.quiet is not None
     assert caught.value.quiet.wait(10.0)
