@@ -72,7 +72,8 @@ def test_chunked_and_cached_equal_generate(
     sizes: tuple[int, ...],
     contiguous_bytes: int,
 ) -> None:
-    """This holds in buffers and alone; a second sequence reads the blocks of the first."""
+    """This holds for KV read from the pool and from a buffer. A second sequence reads the
+    blocks of the first."""
     driver = Driver(model, contiguous_bytes=contiguous_bytes)
     first = driver.add(prompt(WHOLE), name="first")
     for size in sizes:

@@ -137,8 +137,8 @@ def test_an_unexpected_error_of_the_library_ends_its_request_alone(workers, monk
 
 
 def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypatch):
-    """Its masks are not started again: otherwise a group that takes longer than a step waits
-    would never be in time, and its rows would never sample a token."""
+    """Its masks are not started again. Otherwise a group that takes longer than the wait of a
+    step would never be in time, and its rows would never sample a token."""
     rows = [row(number, DIGITS, "") for number in range(3)]
     take(workers, *rows, until=3)
     take(workers, *(row(number, DIGITS, "1") for number in range(3)), until=3)

@@ -41,7 +41,8 @@ def test_decode_steps_are_measured_by_their_number_of_rows():
 
 
 def test_a_decode_step_of_unmeasured_size_takes_a_time_between_its_neighbours():
-    """While many requests join, no step of the sizes in between only decodes."""
+    """While many requests join, every step of the sizes in between also has prefills, so none
+    of them is measured."""
     costs = StepCostEstimator()
     costs.note_decode(100, 0.006)
     costs.note_decode(1000, 0.030)

@@ -302,8 +302,7 @@ class WriteQueue:
         self._to_storage.divide(head, tail)
 
     def host_candidates(self) -> Iterator[HostWrite]:
-        """Nodes with device blocks to write. When it was read to the end, the whole window is
-        written."""
+        """Nodes with device blocks to write: those in the queue, then those in the window."""
         queue, num_kept = self._to_host, 0
         # In short pieces: the caller takes a few nodes and changes the queue meanwhile, and there
         # may be tens of thousands.

@@ -36,7 +36,8 @@ class PluginConfig:
     """A name that changes whenever the weights change, for plug-ins that cannot find out."""
 
     adapters: str | None = None
-    """`named`: the name of a LoRA adapter identifies its weights everywhere in this storage."""
+    """`named` if the name of a LoRA adapter identifies its weights everywhere in this storage;
+    None if it does not."""
 
     allow_untested: bool = False
     """Allows a version of the engine with which no test ran."""

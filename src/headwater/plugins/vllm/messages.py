@@ -62,7 +62,7 @@ class StepOrders(KVConnectorMetadata):
     saves: list[SaveOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     computes: bool = True
-    """Whether the step computes something, so that nothing may wait before it."""
+    """Whether the step computes something. If so, nothing may delay it."""
 
 
 @dataclass(slots=True)
