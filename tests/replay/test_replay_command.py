@@ -89,8 +89,8 @@ def test_the_report_has_the_roles_and_their_hand_offs(trace, capsys):
 
 
 def test_a_legend_stays_below_its_title():
-    """The most labels that a chart has are one row, which is above the axes, within their width
-    and below the title."""
+    """As many labels as a chart can have fit into one row, which is above the axes, within
+    their width and below the title."""
     figure = charts.new_figure(rows=2, columns=2)
     axes = figure.axes[0]
     axes.set_title("Sources of prompt tokens")

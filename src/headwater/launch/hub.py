@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _SMALL = ["*.json", "*.jinja", "*.txt"]
 _WANTED = [*_SMALL, "*.safetensors"]
 _SUBFOLDERS = ["*/*"]
-"""Files that are never needed: other formats of the same weights."""
+"""Files in subfolders are never needed: they are other formats of the same weights."""
 
 
 def is_hub_name(model: str) -> bool:

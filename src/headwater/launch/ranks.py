@@ -96,7 +96,7 @@ class RankLauncher:
         self.ranks = Ranks(started, clock)
         self.copies = RankCopies(self.ranks)
         self._folder = RunDir()
-        """The address at which the ranks join their group."""
+        """Has the file through which the ranks join their group."""
         self.group: RankGroup | None = None
         self._free_bytes = 0
 

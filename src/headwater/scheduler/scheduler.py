@@ -242,7 +242,7 @@ class Scheduler:
         prefilling = in_prefill_order(table.prefilling, self._totals.scheduled_prompt_tokens)
         chunks: list[Chunk] = []
         self._recheck_s = inf
-        if is_grown and budget.has_room and self._admission.has_candidates:
+        if is_grown and self._admission.has_candidates and budget.has_room:
             # New sequences come first, within what prefills leave them: a long prompt takes
             # many steps.
             held = budget.hold_for_prefills(

@@ -159,7 +159,7 @@ def _read(path: Path) -> list[ApiKey]:
     for key in keys:
         if (key.key is None) == (key.key_sha256 is None):
             raise ConfigError(
-                f"--api-keys-file {path}: the key {key.name!r} needs either key or key_sha256, not both"
+                f"--api-keys-file {path}: the entry {key.name!r} needs either key or key_sha256, not both"
             )
         if names.count(key.name) > 1:
             raise ConfigError(
