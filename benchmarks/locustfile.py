@@ -10,7 +10,7 @@ from locust import HttpUser, between, task  # type: ignore[import-not-found]
 SYSTEM = "You answer questions about rivers, springs and rain, briefly. " * 10
 
 
-class ConversationUser(HttpUser):  # type: ignore[misc]
+class ConversationUser(HttpUser):
     """One client: conversations of up to six turns that share a system prompt."""
 
     wait_time = between(0.1, 0.5)

@@ -46,6 +46,11 @@ def require_gpu() -> None:
         raise ConfigError("this benchmark needs an NVIDIA GPU, and torch finds none")
 
 
+def gpu_name() -> str:
+    """The name of the GPU, as its driver says it."""
+    return str(torch.cuda.get_device_name(DEVICE))
+
+
 def make_model(name: str) -> LoadedModel:
     """A model of random weights on the GPU, in bfloat16; no files are read."""
     return random_model(SHAPES[name]())

@@ -1,8 +1,9 @@
 """Closed-loop clients of a server, in separate processes: `python -m
 headwater.bench._gpu_load`.
 
-Each process reads one JSON object from standard input and writes one to standard output. Each
-connection sends a request as soon as the previous answer has ended.
+Each process reads one JSON object from standard input, says that it is ready, and begins when its
+input ends, so all begin together. It writes one JSON object to standard output. Each connection
+sends a request as soon as the previous answer has ended.
 """
 
 import asyncio
@@ -17,7 +18,9 @@ import numpy as np
 
 from headwater.bench._client import Answer, connected
 from headwater.clock import SystemClock
+from headwater.errors import EngineDead
 
+_READY = b"ready\n"
 _VOCAB = 256
 """Prompts are token ids below this, which every model has."""
 
@@ -47,21 +50,44 @@ class LoadResult:
     seconds: float
     tokens: int
     first_s: list[float]
-    gaps_s: list[float]
-    """Seconds between the events of one answer."""
+    events_s: list[list[float]]
+    """The times of the events of each answer, on one clock."""
 
     def summary(self) -> dict[str, float]:
         """Rates and percentiles."""
-        first, gaps = np.array(self.first_s) * 1e3, np.array(self.gaps_s or [0.0]) * 1e3
+        gaps_s = [
+            later - earlier for times in self.events_s for earlier, later in pairwise(times)
+        ]
+        first, gaps = np.array(self.first_s) * 1e3, np.array(gaps_s or [0.0]) * 1e3
         return {
             "tokens_s": self.tokens / self.seconds,
-            "events_s": len(self.gaps_s) / self.seconds,
-            "events_of_tokens": len(self.gaps_s) / max(self.tokens - len(self.first_s), 1),
+            "events_s": len(gaps_s) / self.seconds,
+            "events_of_tokens": len(gaps_s) / max(self.tokens - len(self.first_s), 1),
             "first_token_p50_ms": float(np.percentile(first, 50)),
             "first_token_p99_ms": float(np.percentile(first, 99)),
             "itl_p50_ms": float(np.percentile(gaps, 50)),
             "itl_p99_ms": float(np.percentile(gaps, 99)),
             "seconds": self.seconds,
+        }
+
+    def summary_together(self) -> dict[str, float]:
+        """Percentiles of the times between events while every request was decoding."""
+        began_s = max(times[0] for times in self.events_s)
+        ended_s = min(times[-1] for times in self.events_s)
+        gaps = [
+            (later - earlier) * 1e3
+            for times in self.events_s
+            for earlier, later in pairwise(times)
+            if began_s <= earlier and later <= ended_s
+        ]
+        if not gaps:
+            raise EngineDead("the requests were never all decoding at the same time")
+        p50, p99 = (float(np.percentile(gaps, which)) for which in (50, 99))
+        return {
+            "itl_p50_ms": p50,
+            "itl_p99_ms": p99,
+            "p99_of_p50": p99 / p50,
+            "gaps": len(gaps),
         }
 
 
@@ -81,21 +107,26 @@ def run_load(spec: LoadSpec) -> LoadResult:
     running = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in parts
     ]
-    for process, part in zip(running, parts, strict=True):
-        assert process.stdin is not None, "asked for"
-        process.stdin.write(json.dumps(asdict(part)).encode())
-        process.stdin.close()
-    answers = []
+    inputs, outputs = (
+        [getattr(process, name) for process in running] for name in ("stdin", "stdout")
+    )
+    for stdin, part in zip(inputs, parts, strict=True):
+        stdin.write(json.dumps(asdict(part)).encode() + b"\n")
+        stdin.flush()
+    for stdout in outputs:
+        if stdout.readline() != _READY:
+            raise EngineDead("a client process ended before it was ready")
+    for stdin in inputs:
+        stdin.close()
+    answers = [json.loads(stdout.read() or b"{}") for stdout in outputs]
     for process in running:
-        assert process.stdout is not None, "asked for"
-        answers.append(json.loads(process.stdout.read() or b"{}"))
         process.wait()
     began_s = min(answer["began_s"] for answer in answers)
     return LoadResult(
         seconds=max(answer["ended_s"] for answer in answers) - began_s,
         tokens=sum(answer["tokens"] for answer in answers),
         first_s=[value for answer in answers for value in answer["first_s"]],
-        gaps_s=[value for answer in answers for value in answer["gaps_s"]],
+        events_s=[times for answer in answers for times in answer["events_s"]],
     )
 
 
@@ -120,24 +151,27 @@ async def _serve_clients(spec: LoadSpec) -> dict[str, Any]:
     began_s = clock.now()
     await asyncio.gather(*(client() for _ in range(spec.clients)))
     ended_s = clock.now()
-    first_s, gaps_s, tokens = list[float](), list[float](), 0
+    first_s, events_s, tokens = list[float](), list[list[float]](), 0
     for answer in answers:
         times = answer.event_times_s()
         first_s.append(times[0] - answer.began_s)
-        gaps_s += [round(later - earlier, 6) for earlier, later in pairwise(times)]
+        events_s.append([round(at_s, 6) for at_s in times])
         tokens += int(answer.usage()["completion_tokens"])
     return {
         "began_s": began_s,
         "ended_s": ended_s,
         "tokens": tokens,
         "first_s": first_s,
-        "gaps_s": gaps_s,
+        "events_s": events_s,
     }
 
 
 def main() -> int:
     """Run one process of clients."""
-    spec = LoadSpec(**json.load(sys.stdin))
+    spec = LoadSpec(**json.loads(sys.stdin.readline()))
+    sys.stdout.write(_READY.decode())
+    sys.stdout.flush()
+    sys.stdin.read()
     json.dump(asyncio.run(_serve_clients(spec)), sys.stdout)
     return 0
 

@@ -25,10 +25,11 @@ _CUT_LAYERS = 4
 _COMPARED_TOKENS = 512
 
 
-def measure_quantized(shape: str, *, is_quick: bool) -> dict[str, Any]:
-    """Steps of bfloat16 and of each method, their ratios, and errors of logits."""
+def measure_quantized(shape: str, found: dict[str, Any], *, is_quick: bool) -> None:
+    """Put steps of bfloat16 and of each method, their ratios, and errors of logits into
+    `found`."""
     plain = _times(make_model(shape), is_quick=is_quick)
-    found: dict[str, Any] = {"bfloat16": plain, "output_layer": "bfloat16"}
+    found |= {"bfloat16": plain, "output_layer": "bfloat16"}
     release_memory()
     for method in METHODS:
         model = make_model(shape)
@@ -41,7 +42,6 @@ def measure_quantized(shape: str, *, is_quick: bool) -> dict[str, Any]:
         found[method] = {**times, "speedup": speedup, **_errors(shape, method)}
         release_memory()
         print(f"quant {method}: {found[method]}", file=sys.stderr, flush=True)
-    return found
 
 
 def measure_mxfp4(ceilings: dict[str, float], *, is_quick: bool) -> dict[str, Any]:

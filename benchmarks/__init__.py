@@ -1,0 +1,1 @@
+"""Benchmarks beside other engines, and the plan and the figures of `scripts/gpu`."""
