@@ -81,7 +81,7 @@ def test_a_next_victim_whose_write_failed_is_not_written_again_before_it_is_used
 
     serve(cache, make_path(3))  # the window moves on, and the first victim is still inside
     (other,) = cache.plan_offloads(limit_blocks=9, now=0.0)
-    assert other.source_slots.tolist() != plan.source_slots.tolist()
+    assert not set(other.source_slots.tolist()) & set(plan.source_slots.tolist())
 
 
 def test_a_committed_block_fills_a_free_host_slot_but_evicts_nothing():

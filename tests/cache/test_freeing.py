@@ -3,11 +3,29 @@
 import numpy as np
 import pytest
 
-from headwater.cache import MissReason
+from headwater.cache import CacheConfig, MissReason, TieredCache
+from headwater.cache.policy import Orders
+from headwater.cache.policy.lru import Lru
 from headwater.cache.pool import SlotState
 from headwater.errors import CacheUseError, InvariantError
 from headwater.types import WritePolicy
-from tests.cache.make import begin, blocks_by_tier, make_cache, make_path, serve, write_down
+from tests.cache.make import (
+    BLOCK,
+    begin,
+    blocks_by_tier,
+    make_cache,
+    make_path,
+    serve,
+    write_down,
+)
+
+
+class ParentsFirst(Lru):
+    """Offers a node before its children, as a policy may."""
+
+    def __init__(self):
+        super().__init__()
+        self.victims = lambda: reversed(list(self._order))
 
 
 def test_eviction_frees_one_batch_per_take():
@@ -282,3 +300,16 @@ def test_a_leased_block_is_never_evicted():
     states = cache._device.pool.states()[lease.slots]
     assert np.all(states == SlotState.CACHED)
     assert cache.match(make_path(1, 2, 3)).reason is MissReason.EVICTED_DEVICE
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_node_is_never_evicted_before_its_children(count):
+    """A policy may offer a parent first: its children are evicted before it all the same."""
+    config = CacheConfig(device_blocks=3, block_tokens=BLOCK)
+    cache = TieredCache(config, Orders(ParentsFirst(), ParentsFirst()))
+    serve(cache, make_path(1, 2))
+    serve(cache, make_path(1, 3))
+
+    assert len(cache.take(count, now=0.0)) == count
+    assert cache.match(make_path(1)).device_blocks == 1
+    cache.check()
