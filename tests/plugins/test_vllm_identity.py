@@ -12,6 +12,12 @@ from headwater.plugins.vllm.identity import identify_worker
 LONGROPE = {"rope_type": "longrope"}
 
 
+def make_layer(backend="CPU_ATTN", **attributes):
+    """An attention layer of vLLM; on a CPU it also has `isa`."""
+    named = SimpleNamespace(get_name=lambda: backend)
+    return SimpleNamespace(get_attn_backend=lambda: named, **attributes)
+
+
 def make_config(model, **changes):
     config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -36,6 +42,7 @@ def make_config(model, **changes):
             decode_context_parallel_size=1,
             cp_kv_cache_interleave_size=1,
         ),
+        compilation_config=SimpleNamespace(static_forward_context={"l0": make_layer()}),
         lora_config=None,
         weight_transfer_config=None,
     )
@@ -69,6 +76,8 @@ def identify(config, rank=0, **settings):
         ("parallel_config__pipeline_parallel_size", 2),
         ("parallel_config__decode_context_parallel_size", 2),
         ("parallel_config__cp_kv_cache_interleave_size", 16),
+        ("compilation_config__static_forward_context", {"l0": make_layer("FLASH_ATTN")}),
+        ("compilation_config__static_forward_context", {"l0": make_layer(isa="amx")}),
     ],
 )
 def test_a_server_that_computes_or_stores_other_values_has_another_identity(model, name, value):

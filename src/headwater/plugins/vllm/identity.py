@@ -69,7 +69,8 @@ def identify_worker(
         engine=f"vllm {version} connector",
         weights=f"{weights} {_computation(model)}",
         dtype=str(dtype).removeprefix("torch."),
-        layout=f"{pages} of {','.join(layer_names)} by {cache.kv_cache_layout}",
+        layout=f"{pages} of {','.join(layer_names)} by {cache.kv_cache_layout} "
+        f"for {_kernels(vllm_config, layer_names)}",
         shard=(
             f"rank {rank} of world {sizes.world_size} tp {sizes.tensor_parallel_size} "
             f"pp {sizes.pipeline_parallel_size} dcp {sizes.decode_context_parallel_size} "
@@ -97,6 +98,17 @@ def _computation(model: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig
         "max_model_len": model.max_model_len if "longrope" in rope else None,
     }
     return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _kernels(vllm_config: Any, layer_names: list[str]) -> str:  # noqa: ANN401 - vLLM's
+    """The attention kernels. Each may arrange the bytes of a page in its own way: on a CPU with AMX
+    vLLM packs keys otherwise than on one without, in pages of the same shape."""
+    layers = vllm_config.compilation_config.static_forward_context
+    kinds = {
+        f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}"
+        for name in layer_names
+    }
+    return ", ".join(sorted(kinds))
 
 
 def _hash_seed() -> str:
