@@ -57,7 +57,7 @@ class ThreeRanks:
         self.ended: SimpleQueue[JobCompletion] = SimpleQueue()
 
     def start(self) -> list[int]:
-        """Start a copy; its serial number as each of the other ranks hears it."""
+        """Start a copy; return the serial number that each of the other ranks received."""
         slots = np.arange(4)
         job = OffloadJob(
             job=JobId(7),

@@ -162,7 +162,8 @@ def read_to_its_end(stream: Stream) -> None:
 
 
 def outgrow(cluster: Separate, home, prompt: str):
-    """Let two streams outgrow one instance; return the events of the later one."""
+    """Let two streams need more memory than one instance has; return the events of the
+    later one."""
     preempted = count(home.url, "num_preemptions_total")
     first = cluster.stream(prompt=prompt + "a", max_tokens=MOST)
     second = cluster.stream(prompt=prompt + "b", max_tokens=MOST)

@@ -58,8 +58,8 @@ def measure_sessions(
 
 
 def _serve_round(engine: TierEngine, *, seed: int) -> list[float]:
-    """All turns of all sessions; for each turn from the second on, found over possible
-    tokens."""
+    """Serve all turns of all sessions. Returns, for each turn from the second on, the share of
+    the possible tokens that was found."""
     prompts = [engine.make_prompt(_FIRST, seed=seed + n) for n in range(_SESSIONS)]
     rng = np.random.default_rng(seed)
     shares = []

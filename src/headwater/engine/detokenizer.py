@@ -102,7 +102,7 @@ class Detokenizer:
         return bytes(self._bytes[token] for token in self._held)
 
     def _context(self, tokens: Sequence[int]) -> list[int]:
-        """The last few of `tokens`, starting outside a character of bytes."""
+        """The last few of `tokens`, from the beginning of a character on."""
         start = max(0, len(tokens) - _CONTEXT_TOKENS)
         while start < len(tokens) and self._bytes.get(tokens[start], 0) & 0xC0 == 0x80:
             start += 1
