@@ -47,7 +47,7 @@ class Case:
 
 @st.composite
 def cases(draw, *, with_aborts: bool = False, late_share: float = 0.0) -> Case:
-    """Few blocks, shared prefixes, outputs of all lengths: preemption is constant."""
+    """Few blocks, shared prefixes, outputs of all lengths: preemptions never stop."""
     block_tokens = draw(st.sampled_from([1, 2, 4]))
     specs = draw(
         st.lists(

@@ -156,8 +156,7 @@ def test_the_arguments_of_calls_count_as_values():
 
 
 def test_a_body_of_lists_is_refused_unparsed(monkeypatch):
-    """Millions of lists take many seconds to parse: so they are counted in the
-    text, and it is not parsed."""
+    """Millions of lists take many seconds to parse, so values are counted in the text first."""
     monkeypatch.setattr(body_limits, "decode_json", lambda raw, kind: pytest.fail("parsed"))
     for raw in (LISTS, b'{"a":' + b'["\\"[",' * 300_000):
         with pytest.raises(RequestRefused, match="more than 200000 values"):

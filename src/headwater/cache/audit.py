@@ -1,6 +1,6 @@
 """`TieredCache.check()`: every invariant and bound of the cache, verified from scratch.
 
-It costs O(everything) and changes nothing. Tests call it after each operation, the engine when
+It is slow and changes nothing. Tests call it after each operation, the engine when
 it is idle.
 """
 

@@ -142,8 +142,8 @@ class JobFinisher:
 
         Target slots become QUARANTINED, so a late write damages nothing. A copy from the device
         or from the host to the device keeps nothing else: whatever it still reads ends in a
-        quarantined slot. A write to storage keeps its host slots marked as read, because bytes
-        of another block would be stored under the wrong key; the blocks stay findable.
+        quarantined slot. A write to storage keeps its host slots marked as read;
+        otherwise bytes of another block could be stored under its key. The blocks stay findable.
         """
         record.timed_out = True
         self._suspend_writes(record)

@@ -195,5 +195,5 @@ class CacheParts:
         return total
 
     def check(self) -> None:
-        """Raise InvariantError if an invariant or a bound is violated. O(everything)."""
+        """Raise InvariantError if an invariant or a bound is violated. Slow."""
         audit(self)

@@ -269,8 +269,8 @@ class PrefixTree(NodeKeys):
         self.version += 1
 
     def recall_keys(self, path: TokenPath, num_blocks: int) -> int:
-        """Let `path` remember the keys that cached blocks have; computes none. Returns of how many
-        blocks the keys are known."""
+        """Let `path` remember the keys that cached blocks have; computes none. Returns the
+        number of leading blocks whose keys are known."""
         remembered = path.keys = path.keys or PathKeys()
         if len(remembered.known(self.scheme)) >= num_blocks:
             return num_blocks

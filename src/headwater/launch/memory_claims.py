@@ -29,7 +29,7 @@ from headwater.clock import SystemClock
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 30.0
-"""Time to wait for other engines that choose. One takes milliseconds."""
+"""Time to wait for other engines that choose. Each of them takes milliseconds."""
 
 _LOCK = "lock"
 _LOCK_POLL_S = 0.02

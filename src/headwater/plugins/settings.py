@@ -19,7 +19,7 @@ from headwater.storage.settings import read_settings
 from headwater.transfer.mover import TransferConfig
 
 WRITE_BLOCKS = 16
-"""Most blocks of one call to storage: enough to keep the threads of a backend busy."""
+"""Maximum number of blocks in one call to storage: enough to keep the threads of a backend busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

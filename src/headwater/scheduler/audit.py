@@ -1,4 +1,4 @@
-"""Verifies the scheduler's invariants. O(everything): for tests, and while the engine is idle."""
+"""Verifies the scheduler's invariants. Slow: for tests, and while the engine is idle."""
 
 from collections.abc import Iterable
 

@@ -317,7 +317,7 @@ class Scheduler:
         return view_sequences(self._table, max_sequences=max_sequences, now=now)
 
     def check(self) -> None:
-        """Raise InvariantError if an invariant is broken. O(everything)."""
+        """Raise InvariantError if an invariant is broken. Slow."""
         audit(self._table, self._in_flight, self._block_tokens)
         self._blocks.check(self._table.with_slots(), self.handoffs.quarantined.values())
 

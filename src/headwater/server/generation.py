@@ -393,7 +393,7 @@ def _output_of(tokens: Sequence[int]) -> SequenceOutput:
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """The error that ended the other choices; prefer one of ours over a cancellation."""
+    """The error that ended the other choices: one of Headwater's own if there is one."""
     ours = group.subgroup(HeadwaterError)
     error = (ours or group).exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -56,7 +56,7 @@ def _score(k, k_exponent, v_exponent, q, q_scale, softcap, LEAST: tl.constexpr,
 
 @triton.jit
 def _base(highest, MASKED: tl.constexpr):
-    """What is subtracted from scores. If nothing was seen yet, the maximum is -infinity, and
+    """What is subtracted from scores: their maximum, or 0 while that is -infinity, because
     -infinity minus itself is NaN."""
     if MASKED:
         highest = tl.where(highest == float("-inf"), 0.0, highest)

@@ -288,8 +288,8 @@ def _is_safe(key: OffloadKey) -> bool:
 
 
 def _most_waiting(num_chunks: int) -> int:
-    """Most chunks that may wait to be written. vLLM cannot evict them from its CPU tier, so
-    with more of them slow storage would leave no room there for new chunks."""
+    """Maximum number of chunks that wait to be written. vLLM cannot evict them from its CPU
+    tier, so with more of them slow storage would leave no room there for new chunks."""
     return max(num_chunks // 2, WRITE_BLOCKS)
 
 

@@ -1,6 +1,6 @@
 """Emits a tool call while the model still writes it: its name, then pieces of its arguments.
 
-A call begins once its name is one of the request's tools and its arguments have opened. The output
+A call begins once its name is one of the request's tools and its arguments have begun. The output
 after a text depends on that text alone, never on how it was split. So an instance that continues a
 stream emits exactly the rest.
 """
