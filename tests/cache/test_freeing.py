@@ -312,6 +312,7 @@ def test_a_node_is_never_evicted_before_its_children(count):
 
     taken = cache.take(count, now=0.0)
 
-    assert taken is not None and len(taken) == count
+    assert taken is not None
+    assert len(taken) == count
     assert cache.match(make_path(1)).device_blocks == 1
     cache.check()
