@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -13,6 +14,9 @@ import sys
 import termios
 
 import pytest
+from rich.console import Console
+
+from headwater.cli.panes import screen
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +89,24 @@ def test_once_prints_the_numbers_of_cache(server):
     assert numbers[:4] == [device[key] for key in ("held", "cached", "evictable", "free")]
     assert "\x1b" not in result.stdout
     assert "ended lately" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("breakers", "words"),
+    [
+        ({"breaker": "closed", "write_breaker": "closed"}, "│  storage  file  "),
+        ({"breaker": "closed", "write_breaker": "open"}, "file writes stopped"),
+        ({"breaker": "half_open", "write_breaker": "open"}, "file reads, writes stopped"),
+    ],
+)
+def test_storage_that_an_open_breaker_has_stopped_is_named(server, breakers, words):
+    """A full disk is seen in the terminal as on the dashboard."""
+    now = server.get("/stats").json()
+    now["cache"]["storage"] = {"backend": "file", "num_blocks": 7} | breakers
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(screen(now, [], server.url, "live"))
+
+    assert words in console.export_text()
 
 
 def test_json_prints_what_stats_says(server):

@@ -130,11 +130,19 @@ def _tiers(tiers: Mapping[str, Any], storage: Mapping[str, Any] | None) -> Table
         blocks = storage["num_blocks"]
         table.add_row(
             Text("storage", _COLOURS["storage"]),
-            storage["backend"],
+            _storage_state(storage),
             "",
             _NONE if blocks is None else f"{blocks:,}",
         )
     return table
+
+
+def _storage_state(storage: Mapping[str, Any]) -> Text:
+    """The backend, and in red which calls its breakers have stopped."""
+    breakers = {"reads": storage["breaker"], "writes": storage["write_breaker"]}
+    stopped = [calls for calls, state in breakers.items() if state in ("open", "half_open")]
+    state = f" {', '.join(stopped)} stopped" if stopped else ""
+    return Text.assemble(storage["backend"], (state, "bold red"))
 
 
 def _links(links: Mapping[str, Any], rates: Mapping[str, float]) -> RenderableType:
