@@ -47,7 +47,7 @@ def test_the_loop_hashes_no_block_of_a_prompt_that_was_hashed_ahead(monkeypatch)
     path = TokenPath(np.array(make_prompt(22), dtype=np.int32))
     (stored, *_) = cache.take_events()
     assert isinstance(stored, BlocksStored)
-    assert stored.keys == cache.key_scheme.of_path(path, 5)
+    assert stored.keys == cache.scheme.of_path(path, 5)
     core.close()
 
 
@@ -86,7 +86,7 @@ def test_an_engine_without_hashing_ahead_computes_the_same_keys():
         cache = TieredCache(CacheConfig(device_blocks=8, block_tokens=4, record_events=True))
         path = TokenPath(np.arange(9, dtype=np.int32))
         if ahead:
-            cache.key_scheme.of_path(path, 2)
+            cache.scheme.of_path(path, 2)
         lease = cache.lease(cache.match(path), owner=RequestId("r"), now=0.0)
         slots = cache.take(2, now=0.0)
         assert slots is not None

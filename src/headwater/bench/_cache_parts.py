@@ -151,7 +151,7 @@ class _Replay:
         if not config.storage and not config.record_events:
             return path, 0
         num_blocks = (len(prompt) - 1) // config.block_tokens
-        keys = self._cache.key_scheme.of_path(path, path.num_blocks(config.block_tokens))
+        keys = self._cache.scheme.of_path(path, path.num_blocks(config.block_tokens))
         missing = (n for n, key in enumerate(keys) if key not in self._in_storage)
         return path, min(next(missing, num_blocks), num_blocks)
 

@@ -85,7 +85,7 @@ class CacheParts:
 
     @property
     def scheme(self) -> KeyScheme:
-        """How block keys are computed."""
+        """How block keys are computed at present; another one after a reload of weights."""
         return self._tree.scheme
 
     @property
@@ -173,11 +173,6 @@ class CacheParts:
             ledger=self._ledger.stats(),
             sessions=self._sessions.stats(),
         )
-
-    @property
-    def key_scheme(self) -> KeyScheme:
-        """How block keys are computed at present; another one after a reload of weights."""
-        return self._tree.scheme
 
     def recall_keys(self, path: TokenPath) -> bool:
         """Let `path` remember the block keys that cached blocks have, and compute none. Returns

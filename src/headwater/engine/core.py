@@ -39,7 +39,6 @@ from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request
 from headwater.scheduler.results import StepOutputs
 from headwater.scheduler.scheduler import Scheduler
-from headwater.transfer.completions import CompletionQueue
 from headwater.transfer.mover import Mover
 from headwater.types import RequestId
 
@@ -85,6 +84,8 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._mover = mover or Mover()
+        self.completions = self._mover.completions
+        """Where finished transfer jobs arrive; its descriptor wakes a sleeping caller."""
         if runner.layerwise:
             scheduler.allow_overlap()
         self._resets = Resets(self._cache, self._mover)
@@ -127,11 +128,6 @@ class EngineCore:
             return False
         now = self._clock.now()
         return self._mover.has_news(now) or any(end <= now for end in self._wakes())
-
-    @property
-    def completions(self) -> CompletionQueue:
-        """Where finished transfer jobs arrive; its descriptor wakes a sleeping caller."""
-        return self._mover.completions
 
     def sleep_s(self) -> float | None:
         """How long the loop may sleep if nothing arrives; None means without limit."""

@@ -24,7 +24,7 @@ class KeyHasher:
         """Compute the keys of all full blocks of `path`, which remembers them. Cached blocks have
         theirs already. On the loop's thread; returns at once."""
         if not self._cache.recall_keys(path):
-            self._prompts.put((self._cache.key_scheme, path))
+            self._prompts.put((self._cache.scheme, path))
 
     def close(self) -> None:
         """Stop after the prompt that is being hashed. Calling it twice is safe."""
