@@ -1,4 +1,4 @@
-"""The part `kernels` of `headwater bench gpu`."""
+"""The part `kernels` of `headwater bench gpu`, and the bounds of models with experts."""
 
 import sys
 
@@ -9,7 +9,8 @@ from tests.device.gpu import DEVICE, HALF, pytestmark, require_kernels
 
 require_kernels()
 
-from headwater.bench import _gpu_kernels  # noqa: E402 - Triton below
+from headwater.bench import _gpu_engine, _gpu_kernels, _gpu_moe, _gpu_quant  # noqa: E402 - Triton below
+from headwater.bench._gpu_shapes import SHAPES  # noqa: E402
 
 __all__ = ["pytestmark"]
 
@@ -55,3 +56,23 @@ def test_a_failing_cell_does_not_lose_the_others(monkeypatch: pytest.MonkeyPatch
     assert found["failed"] == ["decode_-1x130"]
     assert "error" in found["decode_-1x130"]
     assert found["prefill_20_after_600"]["ours_ms"] == 1.0
+
+
+def test_packed_experts_have_as_many_products_as_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The flop bound of a prompt counts weights, and not their bytes: in MXFP4 an expert has a
+    quarter of the bytes and the same products."""
+    monkeypatch.setattr(_gpu_engine, "DEVICE", DEVICE)
+    config = SHAPES["gpt-oss-20b"]()
+    config.hidden_size = config.intermediate_size = 64
+    config.num_hidden_layers, config.num_local_experts, config.vocab_size = 1, 4, 64
+    config.layer_types = config.layer_types[:1]
+    model = _gpu_engine.random_model(config)
+    plain_bytes, _, _ = _gpu_moe._expert_bytes(model)
+    plain = _gpu_moe._expert_numbers(model)
+    _gpu_quant.pack_experts(model)
+    packed_bytes, _, _ = _gpu_moe._expert_bytes(model)
+
+    assert plain == _gpu_moe._expert_numbers(model) == 3 * 64 * 64
+    assert packed_bytes / plain_bytes == pytest.approx(17 / 64)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine, GpuRun, weight_bytes
+from headwater.bench._gpu_rooflines import kv_tokens_read
 from headwater.cache import LoadJob, OffloadJob
 from headwater.device.gpu.copier import CudaCopier
 from headwater.device.model import LoadedModel
@@ -42,7 +43,8 @@ def measure_decode(
         served = serve_batch(engine, batch, seed=batch)
         steps = np.array(served.steps_s[_SKIPPED:])
         context = PROMPT + OUTPUT // 2
-        num_bytes = weight_bytes(model) + batch * context * model.token_bytes
+        tokens = batch * kv_tokens_read(model.module.config, context)
+        num_bytes = weight_bytes(model) + tokens * model.token_bytes
         roofline_ms = num_bytes / ceiling_gb_s / 1e6
         mean_ms = float(steps.mean()) * 1e3
         found[str(batch)] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwater.bench._gpu_decode import OUTPUT, PROMPT, serve_batch
 from headwater.bench._gpu_engine import GpuEngine, weight_bytes
+from headwater.bench._gpu_rooflines import kv_tokens_read, pairs_attended
 from headwater.device.gpu import moe
 from headwater.device.gpu.packed_experts import PackedExperts
 from headwater.device.model import LoadedModel
@@ -41,7 +42,7 @@ def _measure_decode(
     resting = weight_bytes(model) - per_expert * num_experts * num_layers
     context = PROMPT + OUTPUT // 2
     num_bytes = resting + per_expert * touched * num_layers
-    num_bytes += batch * context * model.token_bytes
+    num_bytes += batch * kv_tokens_read(model.module.config, context) * model.token_bytes
     step_ms = float(np.median(steps)) * 1e3
     roofline_ms = num_bytes / ceiling_gb_s / 1e6
     return {
@@ -66,9 +67,10 @@ def _measure_prefill(
     head = config.vocab_size * config.hidden_size
     routed = per_expert * num_experts * num_layers / width
     resting = weight_bytes(model) / width - routed - head
-    active = resting + per_expert * config.num_experts_per_tok * num_layers / width
+    chosen = _expert_numbers(model) * config.num_experts_per_tok * num_layers
     heads = config.num_attention_heads * _attended_numbers(model)
-    flop = 2 * _PREFILL * active + 2 * _PREFILL**2 * heads * num_layers
+    flop = 2 * _PREFILL * (resting + chosen)
+    flop += 4 * pairs_attended(config, _PREFILL) * heads
     bound_ms = flop / product_tflop_s / 1e9
     seconds = median(taken)
     return {
@@ -105,6 +107,17 @@ def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
     experts = len(first.down_proj)
     whole = first.gate_up_proj.nbytes + first.down_proj.nbytes
     return whole // experts, len(found), experts
+
+
+def _expert_numbers(model: LoadedModel) -> int:
+    """Weights of one expert, which are as many products per token however they are stored."""
+    per_expert, _, _ = _expert_bytes(model)
+    for module in model.module.modules():
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, PackedExperts):
+            codes = (experts.gate_up.codes, experts.down.codes)
+            return sum(2 * part[0].numel() for part in codes)  # two in a byte
+    return per_expert // model.dtype.itemsize
 
 
 def _touched_experts(engine: GpuEngine, batch: int) -> float:

@@ -1,0 +1,30 @@
+"""The limits that `headwater bench gpu` compares with."""
+
+from types import SimpleNamespace
+
+from headwater.bench._gpu_rooflines import kv_tokens_read, pairs_attended
+
+PLAIN = SimpleNamespace(num_hidden_layers=3)
+MIXED = SimpleNamespace(
+    num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=128
+)
+
+
+def test_a_sliding_window_bounds_the_tokens_that_are_read() -> None:
+    """Half of GPT-OSS's layers read 128 tokens, so the mean is far below the context."""
+    assert kv_tokens_read(PLAIN, 1024) == 1024
+    assert kv_tokens_read(MIXED, 1024) == (128 + 1024) / 2
+    assert kv_tokens_read(MIXED, 100) == 100
+
+
+def test_a_sliding_window_bounds_the_pairs_of_a_prompt() -> None:
+    """A causal prompt has half of all pairs; with a window, every query sees that many keys,
+    except the first ones."""
+    assert pairs_attended(PLAIN, 1000) == 3 * 1000**2 / 2
+    assert pairs_attended(MIXED, 1000) == 1000**2 / 2 + 128 * (1000 - 64)
+
+
+def test_a_window_without_kinds_of_layers_is_not_used() -> None:
+    """Models that name a window but do not slide have no kinds of layers."""
+    config = SimpleNamespace(num_hidden_layers=1, sliding_window=128)
+    assert kv_tokens_read(config, 1024) == 1024
