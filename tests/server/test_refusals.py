@@ -51,6 +51,25 @@ def test_known_fields_that_are_not_supported_are_refused_by_name(fields, param):
 
 
 @pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"suffix": "end"}, "leave it out"),
+        ({"best_of": 2}, "send n, whose answers are all returned"),
+        ({"truncate_prompt_tokens": 2}, "shorten the prompt instead"),
+    ],
+)
+def test_the_message_for_an_unsupported_field_ends_with_what_to_do(fields, advice):
+    """The advice is a whole sentence of its own."""
+
+    async def scenario(harness):
+        found = error(await harness.complete(**fields), 400)
+        [(name, _)] = fields.items()
+        assert found["message"] == f"{name!r} is not supported by this server; {advice}"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"echo": False},

@@ -213,9 +213,9 @@ _INSTEAD = {
     "guided_json_object": 'send response_format {"type": "json_object"}',
     "functions": "send tools",
     "function_call": "send tool_choice",
-    "truncate_prompt_tokens": "shorten the prompt",
-    "best_of": "send n, which returns every answer that is generated",
-    "use_beam_search": "send n: the sampler keeps one path per choice",
+    "truncate_prompt_tokens": "shorten the prompt instead",
+    "best_of": "send n, whose answers are all returned",
+    "use_beam_search": "send n; each answer is sampled on its own",
 }
 """What to send for the same effect."""
 
@@ -225,14 +225,10 @@ def check_supported(body: Struct) -> None:
     for name in body.__struct_fields__:
         neutral = NEUTRAL.get(name)
         if neutral is not None and not _is_neutral(getattr(body, name), neutral):
+            advice = _INSTEAD.get(name, "leave it out")
             raise RequestRefused(
-                f"{name!r} is not supported by this server; {_instead_of(name)}", param=name
+                f"{name!r} is not supported by this server; {advice}", param=name
             )
-
-
-def _instead_of(name: str) -> str:
-    instead = _INSTEAD.get(name)
-    return "leave it out" if instead is None else f"{instead} instead"
 
 
 def _is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
