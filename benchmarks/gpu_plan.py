@@ -14,7 +14,7 @@ class GpuPart:
 
     name: str
     needs_s: int
-    """It is not started with less time than this left."""
+    """It is started only if at least this much time is left."""
 
     limit_s: int
     tests: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ PARTS = (
 
 
 def chosen_parts(names: Sequence[str]) -> list[GpuPart]:
-    """The named parts in the order of their names, or all parts in the order of `PARTS`. `tests`
+    """The named parts in the given order, or all parts in the order of `PARTS`. `tests`
     stands for all tests. A part that prepares files comes before the first one that needs them."""
     known = {part.name: part for part in PARTS}
     groups = {"tests": [part.name for part in PARTS if part.tests]}

@@ -24,11 +24,11 @@ class GpuTable:
     parts: tuple[str, ...]
     title: str
     columns: tuple[str | tuple[str, int], ...]
-    """Names, with the decimals of numbers."""
+    """Names; a column of numbers also has its number of decimals."""
 
     rows: Callable[[Results], list[Row]]
     summary: Callable[[Results], tuple[str, str, str]] | None = None
-    """What, figure, compared with."""
+    """What was measured, the figure, and what it is compared with."""
 
 
 def record(folder: Path, target: Path) -> list[str]:

@@ -24,7 +24,7 @@ class Check:
     figure: Figure
     bound: float
     is_most: bool = False
-    """Whether the bound is the most, not the least, that is asked."""
+    """Whether the bound is a maximum; otherwise it is a minimum."""
 
     def is_reached(self, figure: float) -> bool:
         return figure <= self.bound if self.is_most else figure >= self.bound
@@ -64,7 +64,7 @@ class Target:
 
 
 def shown(figure: float) -> str:
-    """A figure with as many digits as it deserves."""
+    """A figure as text: the larger it is, the fewer decimals it has."""
     if figure == int(figure) and abs(figure) >= 10:
         return f"{figure:,.0f}"
     return f"{figure:.3f}".rstrip("0").rstrip(".") if abs(figure) < 10 else f"{figure:,.1f}"

@@ -73,7 +73,8 @@ def test_the_plan_has_every_part_and_every_gpu_test_once():
 
 
 def test_parts_run_in_the_order_in_which_they_are_named():
-    """Files that a part needs come before it, and `tests` stands for all tests."""
+    """A part that prepares files runs before the part that needs them; `tests` stands for all
+    tests."""
     assert [part.name for part in chosen_parts(["sessions", "json", "http"])] == [
         "model_files",
         "sessions",
@@ -100,7 +101,7 @@ def test_a_part_that_does_not_fit_is_passed_over():
 
 
 def test_every_target_takes_its_figure_from_the_results(tmp_path, capsys):
-    """A key that no part gives would read `not measured`."""
+    """A key that no part has would be shown as `not measured`."""
     for name in SAMPLE:
         write(tmp_path, name)
     print_targets(tmp_path, set(SAMPLE))
@@ -112,7 +113,7 @@ def test_every_target_takes_its_figure_from_the_results(tmp_path, capsys):
 
 
 def test_targets_of_parts_without_a_file_are_not_measured(tmp_path, capsys):
-    """Only the chosen parts are told about."""
+    """Only targets of the chosen parts are printed."""
     print_targets(tmp_path, {"json", "tests-kernels"})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["not measured >= 0.93", "not run"]
@@ -140,7 +141,7 @@ def test_every_target_belongs_to_a_table():
 
 
 def test_every_gpu_page_is_recorded_by_the_script():
-    """A table of the page that the script cannot write would grow old. `gpu-shapes` needs other
+    """A table of the page that the script cannot write would become outdated. `gpu-shapes` needs other
     models."""
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"<!-- results: (gpu-[\w-]+) -->", page))
