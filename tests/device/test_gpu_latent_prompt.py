@@ -15,6 +15,7 @@ from tests.device.gpu import DEVICE, pytestmark, require_gpu
 require_gpu()
 
 from headwater.device.gpu import decoder as decoder_module  # noqa: E402 - it imports Triton
+from headwater.device.gpu.kernel_cache import CompilationCounter  # noqa: E402
 from headwater.device.gpu.latent import LatentWeights  # noqa: E402
 from headwater.device.gpu.latent_prompt import MIN_EXPANDED_TOKENS, attend_prompt  # noqa: E402
 from headwater.device.gpu.mlp import RmsNorm  # noqa: E402
@@ -28,7 +29,8 @@ HALF = torch.bfloat16
 
 @pytest.mark.parametrize("heads", [4, 40])
 def test_a_prompt_attends_to_expanded_keys_and_values(heads: int) -> None:
-    """The result is that of attention in float64 over keys and values expanded from latents."""
+    """The result is that of attention in float64 over keys and values expanded from latents, and
+    a prompt after other rows needs no other kernels."""
     plain, rotated, rank, value_dim, tokens = 32, 16, 64, 24, 333
     keys = torch.randn(heads, plain, rank, device=DEVICE, dtype=HALF) * 0.2
     values = torch.randn(heads, value_dim, rank, device=DEVICE, dtype=HALF) * 0.2
@@ -45,9 +47,18 @@ def test_a_prompt_attends_to_expanded_keys_and_values(heads: int) -> None:
     width = heads * (plain + rotated) + rank + rotated
     packed = torch.randn(tokens, width, device=DEVICE, dtype=HALF)
     angles = torch.randn(tokens, rotated // 2, device=DEVICE)
-    table, places = (angles.cos(), angles.sin()), torch.arange(tokens, device=DEVICE).int()
+    table = angles.cos(), angles.sin()
 
-    out = attend_prompt(weights, packed.clone(), places, table, 0.2)
+    out = attend_prompt(weights, packed.clone(), table, 0.2)
+    counter = CompilationCounter()
+    counter.install()
+    counter.mark_ready()
+    after_others = torch.cat((packed[:5], packed))[5:]
+    again = attend_prompt(weights, after_others, table, 0.2)
+    # Behind other rows of a batch the same kernels are used, so nothing is compiled when a
+    # request comes.
+    assert counter.num_after_ready == 0
+    torch.testing.assert_close(again, out)
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         left, right = x.chunk(2, dim=-1)

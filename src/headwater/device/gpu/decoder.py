@@ -231,9 +231,7 @@ class FusedDecoder:
         if expanded is None:
             query = latent.queries(packed, positions, layer.table)
             return latent.by_head(attend(number, query, layer.variant))
-        prompt = attend_prompt(
-            latent, packed[expanded:], positions[expanded:], layer.table, layer.variant.scaling
-        )
+        prompt = attend_prompt(latent, packed[expanded:], layer.table, layer.variant.scaling)
         if not expanded:
             return prompt
         others = self._attend(layer, packed[:expanded], positions[:expanded], number, attend)

@@ -37,12 +37,14 @@ def can_expand(weights: LatentWeights | None, pool: Tensor) -> bool:
 def attend_prompt(
     weights: LatentWeights,
     packed: Tensor,
-    positions: Tensor,
     table: RotaryTable,
     scaling: float,
 ) -> Tensor:
     """Causal attention of a prompt without cached tokens, `[tokens, heads * value_dim]`. `packed`
     are the outputs of the layer's first projection."""
+    # Not a part of the step's positions: after other rows it may begin at any address, and Triton
+    # would compile the kernels again for one that is not a multiple of 16 bytes.
+    positions = torch.arange(len(packed), dtype=torch.int32, device=packed.device)
     heads, key_dim, rank = weights.keys.shape
     value_dim = weights.values.shape[2]
     tokens, rotated = len(packed), 2 * table[0].shape[1]
