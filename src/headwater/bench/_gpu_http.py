@@ -49,7 +49,7 @@ class ServedModel:
 
 
 def served_model(folder: Path, device: str, *, is_quick: bool) -> ServedModel:
-    """The documented loads on a GPU, and small ones on a CPU."""
+    """A model with its loads: the documented ones on a GPU, small ones on a CPU."""
     if device == "cpu":
         return ServedModel(
             folder=folder,

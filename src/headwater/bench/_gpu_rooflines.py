@@ -1,4 +1,4 @@
-"""What the attention of a model must read and multiply at least, layer by layer.
+"""The least that the attention of a model must read and multiply, layer by layer.
 
 A layer with a sliding window reads at most that many tokens of a row, however long its context is.
 """

@@ -47,7 +47,7 @@ class KVShape:
         block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         if block_tokens != hash_tokens:
             raise ConfigError(
-                f"blocks have {block_tokens} tokens but one hash per {hash_tokens} tokens, which the connector does not support; use HeadwaterTier"
+                f"blocks have {block_tokens} tokens, but vLLM makes a hash for each {hash_tokens} tokens, which the connector does not support; use HeadwaterTier"
             )
         if not vllm_config.cache_config.enable_prefix_caching:
             raise ConfigError("the connector needs vLLM's prefix caching; do not turn it off")
