@@ -141,6 +141,17 @@ def test_nothing_is_drawn_where_no_request_was(tmp_path, capsys):
     assert [len(bars) for bars in figure.axes[0].containers] == [bursts, bursts]
 
 
+@pytest.mark.parametrize(("last_s", "unit"), [(30.0, "seconds"), (1200.0, "minutes")])
+def test_the_time_axis_has_the_unit_of_the_length_of_the_trace(last_s, unit):
+    """A recording of half a minute is not drawn in thousandths of a minute."""
+    series = {"t_s": [0.0, last_s], "prompt": [1, 1], "reusable": [0, 0]}
+    sources = {name: [0, 0] for name in ("device", "host", "storage", "peer")}
+    axes = charts.new_figure(rows=1, columns=1).axes[0]
+    charts._draw_hits(axes, series | sources)
+
+    assert axes.get_xlabel() == unit
+
+
 @pytest.mark.parametrize("command", ["replay", "plan"])
 def test_without_matplotlib_the_message_names_the_package(
     command, trace, tmp_path, capsys, monkeypatch

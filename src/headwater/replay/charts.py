@@ -95,7 +95,6 @@ def save(figure: "Figure", where: Path, name: str) -> list[Path]:
 def _draw_hits(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
     axes.set_title("Sources of prompt tokens")
     axes.set_ylabel("share of prompt tokens")
-    axes.set_xlabel("minutes")
     axes.set_ylim(0, 1)
     if not series:
         return
@@ -108,17 +107,27 @@ def _draw_hits(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
         if any(series[name])
     }
     shares["computed"] = 1.0 - sum(shares.values(), np.zeros(len(totals)))
-    minutes = np.array(series["t_s"])[parts] / 60
-    width = (series["t_s"][1] - series["t_s"][0]) / 60
+    times, unit = _times(series)
+    axes.set_xlabel(unit)
+    width = times[1] - times[0]
+    times = times[parts]
     bottom = np.zeros(len(totals))
     for name, share in shares.items():
-        axes.bar(minutes, share, width, bottom, color=COLOURS[name], label=name)
+        axes.bar(times, share, width, bottom, color=COLOURS[name], label=name)
         bottom += share
     ceiling = np.array(series["reusable"])[parts] / totals
-    left, right = minutes - width / 2, minutes + width / 2
+    left, right = times - width / 2, times + width / 2
     axes.hlines(ceiling, left, right, color="#222222", linewidth=1.2, label="ceiling")
     axes.set_xlim(left[0], right[-1])
     legend_above(axes)
+
+
+def _times(series: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, str]:
+    """The times of a series and their unit: seconds up to two minutes, then minutes."""
+    times_s = np.array(series["t_s"])
+    if len(times_s) and times_s[-1] > 120:
+        return times_s / 60, "minutes"
+    return times_s, "seconds"
 
 
 def _draw_first_tokens(axes: "Axes", report: Report) -> None:
@@ -152,8 +161,8 @@ def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
     """The memory in use by purpose: a tier that is full of idle blocks is normal."""
     axes.set_title("KV in each tier")
     axes.set_ylabel("GiB in use, all instances")
-    axes.set_xlabel("minutes")
-    minutes = [t / 60 for t in series["t_s"]]
+    times, unit = _times(series)
+    axes.set_xlabel(unit)
     held = np.array(series["held_gib"])
     parts = {
         "held by requests": (held, COLOURS["held"]),
@@ -164,12 +173,12 @@ def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
     drawn = {name: part for name, part in parts.items() if part[0].any()}
     if drawn:
         axes.stackplot(
-            minutes,
+            times,
             *(values for values, _ in drawn.values()),
             labels=list(drawn),
             colors=[colour for _, colour in drawn.values()],
         )
-        axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
+        axes.set_xlim(times[0], max(times[-1], times[0] + 1e-6))
         legend_above(axes)
     axes.set_ylim(bottom=0)
 
@@ -178,14 +187,14 @@ def _draw_queue(axes: "Axes", report: Report) -> None:
     overloaded = report["queue"]["overloaded"]
     axes.set_title("Requests: overloaded, the queue kept growing" if overloaded else "Requests")
     axes.set_ylabel("requests")
-    axes.set_xlabel("minutes")
     series = report["over_time"]
-    minutes = [t / 60 for t in series["t_s"]]
-    axes.plot(minutes, series["waiting"], label="waiting", color=COLOURS["host"])
-    axes.plot(minutes, series["running"], label="running", color=COLOURS["device"])
+    times, unit = _times(series)
+    axes.set_xlabel(unit)
+    axes.plot(times, series["waiting"], label="waiting", color=COLOURS["host"])
+    axes.plot(times, series["running"], label="running", color=COLOURS["device"])
     axes.set_ylim(bottom=0)
-    if minutes:
-        axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
+    if len(times):
+        axes.set_xlim(times[0], max(times[-1], times[0] + 1e-6))
     legend_above(axes)
 
 
