@@ -211,7 +211,7 @@ def _reload_folder(service: Service, model: str | None) -> str | None:
     """The folder to read. Only folders beside the one given at start are allowed."""
     if service.config.routers:
         raise RequestRefused(
-            "this instance is registered at a router, whose instances must all serve the same "
+            "this instance is registered at a router, and all instances of a router must serve the same "
             "weights; restart the instance with the other model instead"
         )
     if model is None:
