@@ -254,6 +254,27 @@ def test_no_step_waits_for_storage_that_hangs(make_engine):
     assert 0 < sum(waits) <= 0.002
 
 
+def test_an_idle_vllm_makes_no_steps_for_writes_that_hang(make_engine):
+    """After the deadline it waits for requests again, with writes left; when storage answers, the
+    next steps write them."""
+    engine = make_engine(num_slots=64, lookup_timeout_s=0.05, write_timeout_s=0.05)
+    engine.serve("first", make_hashes(1, "warm"))
+    engine.drain()
+    store = SHARED["store"]
+    store.hang = Event()
+    for n in range(6):
+        engine.serve(str(n), make_hashes(1, f"run {n}"))
+    until(lambda: [engine.step(), not engine.tier.has_work][1])
+    held = len(engine.tier._stores), len(engine.tier.waiting)
+    store.hang.set()
+    store.hang = None
+
+    until(lambda: [engine.step(), not engine.tier._lost][1])
+    engine.drain()
+    assert held == (4, 2)
+    assert (len(engine.tier._stores), len(engine.tier.waiting)) == (0, 0)
+
+
 def test_a_host_tier_full_of_leased_blocks_saves_what_fits(make_engine):
     """Nothing fails, and no block that a request holds is evicted."""
     engine = make_engine(num_slots=4)
@@ -300,7 +321,7 @@ def test_a_load_counts_when_every_rank_has_reported(make_engine):
 
     tier.receive(RankReport({load.number: [OrderEnd(0, is_quiet=False)]}))
     assert tier.match("r", hashes, 0) == 0
-    assert tier.has_work
+    assert tier._loads
     tier.receive(RankReport({load.number: [OrderEnd(0)]}))
 
     tier.finish("r", 64, 0)

@@ -134,14 +134,15 @@ class ConnectorWorker:
         elif outcome.job in self._lookups:
             found = outcome.found[0] if outcome.found else 0
             self._end(self._lookups.pop(outcome.job), found)
-        elif outcome.job in self._stores and outcome.status is not JobStatus.TIMED_OUT:
-            # After TIMED_OUT its slots may still be read, until QUIET.
+        elif outcome.job in self._stores and outcome.status is JobStatus.TIMED_OUT:
+            self._lose(self._stores[outcome.job])  # its slots may be read until QUIET
+        elif outcome.job in self._stores:
             self._end(self._stores.pop(outcome.job), outcome.num_blocks)
 
     def _finish_read(self, load: LoadOrder, outcome: JobOutcome) -> None:
         if outcome.status is JobStatus.TIMED_OUT:
             self._lost[outcome.job] = load.number
-            self._report.ended.setdefault(load.number, []).append(OrderEnd(0, is_quiet=False))
+            self._lose(load.number)
             self._fail_rest(load, 0)
             return
         done = outcome.status is JobStatus.DONE
@@ -158,6 +159,9 @@ class ConnectorWorker:
     def _fail_rest(self, load: LoadOrder, num_read: int) -> None:
         self._failed.update(load.block_ids[load.num_host + num_read :])
         self._arrived.add(load.request)
+
+    def _lose(self, number: int) -> None:
+        self._report.ended.setdefault(number, []).append(OrderEnd(0, is_quiet=False))
 
     def _end(self, number: int, num_blocks: int) -> None:
         self._report.ended.setdefault(number, []).append(OrderEnd(num_blocks))

@@ -112,6 +112,8 @@ class HostTier:
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, _Running] = {}
         self._stores: dict[int, Lease] = {}
+        self._lost: set[int] = set()
+        """Stores in flight that have passed their deadline."""
         self._reports: dict[int, list[OrderEnd]] = {}
         """Reports so far of orders that not every rank has reported."""
         self._uses = PrefixUses()
@@ -122,8 +124,12 @@ class HostTier:
 
     @property
     def has_work(self) -> bool:
-        """Whether the workers have to report something, or there is something to write."""
-        return bool(self._loads or self._saves or self._stores or len(self.waiting))
+        """Whether a report is due, or something can be written. vLLM makes steps as long as this is
+        true, so calls that have passed their deadline do not count: they may never return."""
+        if self._saves or len(self._stores) > len(self._lost):
+            return True
+        can_write = len(self.waiting) and len(self._stores) < _MAX_STORES
+        return bool(can_write or any(not load.has_ended for load in self._loads.values()))
 
     def match(self, name: str, hashes: list[bytes], start: int) -> int | None:
         """Blocks that can be loaded after the first `start`; None while that is not known
@@ -234,6 +240,7 @@ class HostTier:
         self._cache.check()
         self.waiting.check()
         assert len(self._stores) <= _MAX_STORES
+        assert self._lost <= set(self._stores)
         assert set(self._loads) >= {r.loading for r in self._requests.values() if r.loading}
 
     def _request(self, name: str) -> _Running:
@@ -282,7 +289,10 @@ class HostTier:
         elif number in self._saves:
             self._end_save(number)
         elif number in self._stores and quiet:
+            self._lost.discard(number)
             self._cache.release(self._stores.pop(number), now=self._clock.now())
+        elif number in self._stores:
+            self._lost.add(number)
 
     def _end_load(self, number: int, num_blocks: int, *, quiet: bool) -> None:
         load = self._loads[number]

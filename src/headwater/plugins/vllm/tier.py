@@ -111,6 +111,8 @@ class HeadwaterTier(SecondaryTierManager):
             min(config.max_waiting_writes, _most_waiting(self._memory.num_slots))
         )
         self._running: dict[JobId, _Transfer] = {}
+        self._lost: set[JobId] = set()
+        """Running calls that have passed their deadline."""
         self._num_writes = 0
         self._finished: list[JobResult] = []
         self._metrics = TierMetrics()
@@ -156,7 +158,10 @@ class HeadwaterTier(SecondaryTierManager):
         return finished
 
     def has_pending_work(self) -> bool:
-        return bool(self._running or len(self._writes) or self._finished)
+        """Whether vLLM has to make steps. Calls that have passed their deadline do not count: they
+        may never return."""
+        can_write = len(self._writes) and self._num_writes < _NUM_WRITES
+        return bool(can_write or self._finished or len(self._running) > len(self._lost))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Uses count when their request finishes."""
@@ -254,8 +259,10 @@ class HeadwaterTier(SecondaryTierManager):
             return
         if outcome.status is JobStatus.TIMED_OUT:
             transfer.failed = True
+            self._lost.add(outcome.job)
             return  # its memory may still be read; QUIET follows
         del self._running[outcome.job]
+        self._lost.discard(outcome.job)
         self._num_writes -= not transfer.job.is_promotion
         start, end = transfer.slices.pop(outcome.job)
         good = end - start if outcome.status is JobStatus.DONE else outcome.num_blocks
