@@ -18,6 +18,9 @@ from headwater.device.model import LoadedModel
 
 _SKIPPED = 4
 _PREFILL = 8192
+_COUNTED_TOKENS = 32
+"""Output tokens of the requests whose experts are counted: enough for all rows to decode
+together even if their prompts are spread over several steps."""
 
 
 def measure_moe(
@@ -35,19 +38,20 @@ def measure_moe(
 
 def _measure_decode(
     model: LoadedModel, engine: GpuEngine, batch: int, ceiling_gb_s: float
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     steps = np.array(serve_batch(engine, batch, seed=batch).steps_s[_SKIPPED:])
+    step_ms = float(np.median(steps)) * 1e3
+    found: dict[str, float | None] = {"tokens_s": batch / step_ms * 1e3, "step_ms": step_ms}
     touched = _touched_experts(engine, batch)
+    if touched is None:
+        return found | {"roofline_ms": None, "experts_touched": None, "share": None}
     per_expert, num_layers, num_experts = _expert_bytes(model)
     resting = weight_bytes(model) - per_expert * num_experts * num_layers
     context = PROMPT + OUTPUT // 2
     num_bytes = resting + per_expert * touched * num_layers
     num_bytes += batch * kv_tokens_read(model.module.config, context) * model.token_bytes
-    step_ms = float(np.median(steps)) * 1e3
     roofline_ms = num_bytes / ceiling_gb_s / 1e6
-    return {
-        "tokens_s": batch / step_ms * 1e3,
-        "step_ms": step_ms,
+    return found | {
         "roofline_ms": roofline_ms,
         "experts_touched": touched,
         "share": roofline_ms / step_ms,
@@ -120,8 +124,9 @@ def _expert_numbers(model: LoadedModel) -> int:
     return per_expert // model.dtype.itemsize
 
 
-def _touched_experts(engine: GpuEngine, batch: int) -> float:
-    """Average number of experts of a layer that a decode step of `batch` rows reads.
+def _touched_experts(engine: GpuEngine, batch: int) -> float | None:
+    """Average number of experts of a layer that a decode step of `batch` rows reads; None if no
+    such step was computed.
 
     Counted in steps outside graphs, where the choice of experts can be read.
     """
@@ -129,9 +134,9 @@ def _touched_experts(engine: GpuEngine, batch: int) -> float:
     # because the few tokens that are left of a cached one would run in a captured graph.
     graphs, engine.runner.graphs = engine.runner.graphs, None
     with _recorded(batch) as counts:
-        serve_batch(engine, batch, seed=batch if batch > 1 else 501, max_tokens=6)
+        serve_batch(engine, batch, seed=batch if batch > 1 else 501, max_tokens=_COUNTED_TOKENS)
     engine.runner.graphs = graphs
-    return float(np.mean([int(count) for count in counts]))
+    return float(np.mean([int(count) for count in counts])) if counts else None
 
 
 @contextmanager
