@@ -269,12 +269,20 @@ def _json(results: Results) -> list[Row]:
 
 
 def _experts(part: str, names: Mapping[str, str]) -> Callable[[Results], list[Row]]:
+    """Rows of these shapes; an empty name in the results is the part itself."""
+
     def rows(results: Results) -> list[Row]:
-        return [
-            row
-            for key, name in names.items()
-            for row in _decode_rows(results[part][key] if key else results[part], name)
-        ]
+        found: list[Row] = []
+        for key, name in names.items():
+            shape = results[part][key] if key else results[part]
+            found += _decode_rows(shape, name)
+            if "prefill" in shape:
+                each = shape["prefill"]
+                found.append(
+                    [name, "prompt of 8,192", each["tokens_s"], each["first_token_ms"], None,
+                     each["bound_ms"], each["share"]]
+                )  # fmt: skip
+        return found
 
     return rows
 

@@ -135,6 +135,16 @@ def test_every_table_is_recorded_from_results(tmp_path):
         assert len(found["targets"]) == sum(each.file == file.stem for each in TARGETS)
 
 
+def test_the_time_of_a_prompt_is_recorded_beside_decodes(tmp_path):
+    """Mixtures of experts and models with latent KV have a row for a prompt of 8,192 tokens."""
+    write(tmp_path, "mla")
+    target = tmp_path / "results"
+    target.mkdir()
+    record(tmp_path, target)
+    rows = json.loads((target / "gpu-mla.json").read_text(encoding="utf-8"))["rows"]
+    assert [row[1] for row in rows] == 2 * [1, 32, 128, "prompt of 8,192"]
+
+
 def test_every_target_belongs_to_a_table():
     """A target without a table would be on no page."""
     assert {target.file for target in TARGETS} <= {table.file for table in TABLES}
