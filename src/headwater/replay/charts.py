@@ -185,7 +185,9 @@ def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
 
 def _draw_queue(axes: "Axes", report: Report) -> None:
     overloaded = report["queue"]["overloaded"]
-    axes.set_title("Requests: overloaded, the queue kept growing" if overloaded else "Requests")
+    axes.set_title(
+        "Requests: overloaded, the queue grew with arrivals" if overloaded else "Requests"
+    )
     axes.set_ylabel("requests")
     series = report["over_time"]
     times, unit = _times(series)

@@ -8,7 +8,7 @@ _SHARED = ("p50", "p90", "p99", "mean", "max")
 
 _OVERLOADED = (
     "  OVERLOADED: the queue grew as long as requests arrived, so latencies depend on the length "
-    "of the trace.\n  Give more instances (--instances), or slow the trace down (--speed 0.5)."
+    "of the trace.\n  Give more instances (--instances), or slow the trace down (a lower --speed)."
 )
 
 
