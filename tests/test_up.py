@@ -70,7 +70,8 @@ def test_a_command_without_a_name_means_the_only_cluster_that_runs(
     assert main(["down"]) == 0
     assert stopped == ["default-2", "default", "default-2"]
     assert main(["down"]) == 1
-    assert "no cluster named 'default' is running" in capsys.readouterr().err
+    sentence = "no cluster named 'default' is running; headwater up starts one\n"
+    assert capsys.readouterr().err.endswith(sentence)
 
 
 @pytest.mark.slow

@@ -125,10 +125,12 @@ def ask_cluster(name: str, verb: str, arguments: Mapping[str, Any]) -> dict[str,
         connection.settimeout(_ANSWER_S)
         try:
             connection.connect(str(path))
-        except OSError as exc:
+        except (FileNotFoundError, ConnectionRefusedError) as exc:
             raise ConfigError(
-                f"no cluster named {name!r} is running (headwater up starts one): {exc.strerror}"
+                f"no cluster named {name!r} is running; headwater up starts one"
             ) from exc
+        except OSError as exc:
+            raise ConfigError(f"cluster {name!r} does not answer: {exc.strerror}") from exc
         try:
             connection.sendall(msgspec.json.encode({"verb": verb, **arguments}) + b"\n")
             answer = msgspec.json.decode(_read_line(connection), type=dict[str, Any])
