@@ -197,7 +197,7 @@ CLAIMS = [
     ),
     (
         "docs/api.md",
-        "The pieces joined are the arguments of the same answer without `stream`, byte by byte",
+        "Joined, the pieces are byte for byte the arguments that the answer without `stream` has",
         "e2e/test_tools.py::test_streamed_calls_are_the_whole_ones",
     ),
     (

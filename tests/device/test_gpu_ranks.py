@@ -86,8 +86,8 @@ def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
 def test_parts_of_blocks_go_to_the_host_and_back(
     family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """Each rank copies its KV heads as columns of whole blocks; the result is the same, and a
-    whole block has the bytes of a single rank."""
+    """Each rank copies its KV heads as columns of whole blocks. Blocks that are copied back and
+    out again do not change, and a whole block has the values that an engine of one rank has."""
     folder = family("llama")
     split = Driver(
         two_ranks.load(folder, dtype="float32"),

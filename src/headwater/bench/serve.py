@@ -355,7 +355,7 @@ def _parser() -> ArgumentParser:
         "--cache",
         choices=("on", "both"),
         default="both",
-        help="`both` also measures without a cache (both)",
+        help="`both` also measures without a cache (default: both)",
     )
     add("--rounds", type=int, default=3, help="runs of each case; the median is reported (3)")
     add(

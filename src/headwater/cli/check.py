@@ -57,7 +57,9 @@ def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
     )
     parser.add_argument("model", metavar="MODEL", help="model directory or Hugging Face name")
     parser.add_argument(
-        "--revision", metavar="NAME", help="branch, tag or commit of a model by name"
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit, if MODEL is a Hugging Face name",
     )
     parser.add_argument(
         "--device",

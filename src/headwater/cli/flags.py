@@ -164,7 +164,8 @@ def _add_model(parser: ArgumentParser) -> None:
     group.add_argument(
         "--revision",
         metavar="NAME",
-        help="branch, tag or commit of a model by name (default: the cached one, else main)",
+        help="branch, tag or commit, if MODEL is a Hugging Face name (default: the cached one, "
+        "else main)",
     )
     group.add_argument(
         "--dtype", default=_ENGINE.dtype, help=help_text("type of weights and KV")

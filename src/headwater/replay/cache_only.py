@@ -100,8 +100,8 @@ def replay_cache(
     weights: Weights | None = None,
     hints: str = "none",
 ) -> CacheReplay:
-    """Serve every request with a new cache, in order. A capacity of None means a cache that
-    never fills."""
+    """Serve all requests, in order, with one cache that is empty at first. A capacity of None
+    means a cache that never fills."""
     if capacity_blocks is None:
         capacity_blocks = _num_distinct(requests)
     longest = longest_blocks(requests)

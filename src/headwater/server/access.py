@@ -281,7 +281,7 @@ class _Headers:
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
 
     def get(self, name: bytes) -> str:
-        """Its value, or an empty string."""
+        """The value of the header `name`, or an empty string."""
         found = next((value for other, value in self._headers if other == name), b"")
         return found.decode("latin-1")
 

@@ -31,7 +31,8 @@ class ConnectionLimits:
     """Longest request line and headers of one request."""
 
     header_timeout_s: float = 10.0
-    """Time to send the headers of a request, from the first byte or the connection on."""
+    """Longest time to send the headers of a request. It begins with the connection, and for a later
+    request on the same connection with the first byte."""
 
     body_timeout_s: float = 60.0
     """Longest pause while a body is received."""

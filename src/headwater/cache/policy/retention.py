@@ -54,7 +54,7 @@ class Visit(NamedTuple):
 
 
 class Retention:
-    """Turns requests into marked runs, and returns of runs into densities.
+    """Makes marked runs from requests, and learns hit densities from how soon runs are used again.
 
     `version` changes when densities change; an order that sorts nodes by density reads it.
     """

@@ -105,9 +105,10 @@ def tiles(
     has_hopper_kernel: bool,
     has_pairs: bool = False,
 ) -> Tiles:
-    """Tiles of rows from `first_row` on, with this many queries and tokens in total. Few tiles
-    are cut into parts, so that every processor has work. `has_hopper_kernel` means that the
-    device has a kernel for many tiles, `has_pairs` that it has one for parts of pairs of heads."""
+    """Tiles of the rows from `first_row` on. Each row has its number of queries in `counts` and,
+    with earlier tokens, of tokens in `contexts`. If there are few tiles, each is cut into parts,
+    so that every processor has work. `has_hopper_kernel` means that the device has a kernel for
+    many tiles, `has_pairs` that it has one for parts of pairs of heads."""
     each = -(-counts // tile)
     ends = np.cumsum(each)
     rows = np.repeat(np.arange(len(counts)), each)

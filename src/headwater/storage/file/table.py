@@ -221,7 +221,8 @@ def _decode_head(raw: bytes) -> Geometry:
     )
     if check != zlib.crc32(head) or entry_bytes != _ENTRY_BYTES or version != _VERSION:
         raise StorageCorrupt(
-            f"the slab table has version {version} or is damaged", reason="bad_table"
+            f"the slab table is damaged, or its version is {version} instead of {_VERSION}",
+            reason="bad_table",
         )
     form = BlockFormat(fingerprint=fingerprint, block_bytes=block_bytes)
     geometry = Geometry(form, num_slots)
