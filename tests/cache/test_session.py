@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.cache import FinishedRequest, Namespace, TokenPath
+from headwater.cache import CacheConfig, FinishedRequest, Namespace, TieredCache, TokenPath
 from headwater.cache.node import Node, RetentionMark
 from headwater.cache.plan import Lease
 from headwater.cache.policy import MarkedRun
@@ -17,7 +17,7 @@ from headwater.cache.policy.samples import HazardSamples
 from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.traits import Relation, Traits, features_of
 from headwater.cache.shadow_comparison import ShadowComparison
-from headwater.types import RequestId, Tier
+from headwater.types import RequestId, Tier, WritePolicy
 from tests.search import search
 
 BLOCK = 2
@@ -227,3 +227,29 @@ def test_the_guard_follows_the_lru_while_that_finds_more():
     assert cautious[999]
     assert not cautious[-1]
     assert orders[1].cautious == orders[0].cautious
+
+
+def test_new_sessions_are_kept_while_old_ones_that_are_over_have_taught_too_little():
+    """The cache has room for all live sessions. Sessions of the first round came back at each
+    turn until they ended, so a policy that trusts so few samples would keep them and evict the
+    sessions of the second round."""
+    cache = TieredCache(
+        CacheConfig(
+            device_blocks=2_000,
+            block_tokens=16,
+            write_policy=WritePolicy.NONE,
+            eviction="session",
+        )
+    )
+    now, lost = 0.0, 0
+    for number in range(2 * 4 * 64):
+        turn, session = number // 64 % 4, number % 64 + number // 256 * 64
+        now += 0.02
+        prompt = np.full(256 + 32 * turn, 1_000 + session, dtype=np.int32)
+        path = TokenPath(prompt)
+        lease = cache.lease(cache.match(path), owner=RequestId(""), now=now)
+        lost += turn > 0 and lease.num_blocks < len(prompt) // 16 - 2
+        slots = cache.take(len(prompt) // 16 - lease.num_blocks, now=now)
+        cache.commit(lease, path, slots, now=now)
+        cache.release(lease, now=now, finished=FinishedRequest(len(prompt), 4))
+    assert lost == 0

@@ -15,7 +15,12 @@ from headwater.cache.keys import TokenPath
 from headwater.cache.plan import Lease
 from headwater.cache.policy import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.cache.policy.lru import Lru
-from headwater.cache.policy.retention import PIECE_TOKENS, Retention, Visit
+from headwater.cache.policy.retention import (
+    FIRST_SAMPLES,
+    PIECE_TOKENS,
+    Retention,
+    Visit,
+)
 from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.tiered import TieredCache
 from headwater.types import RequestId, Tier, WritePolicy
@@ -42,7 +47,7 @@ _BLOCK_TOKENS = 2
 
 def make_orders(shape: Shape, *, piece_tokens: int = PIECE_TOKENS) -> Orders:
     """The session policy for both tiers, with its guard."""
-    retention = Retention(shape.block_tokens, piece_tokens, shape.weights)
+    retention = Retention(shape.block_tokens, piece_tokens, shape.weights, FIRST_SAMPLES)
     orders = SessionPolicy(retention, Tier.DEVICE), SessionPolicy(retention, Tier.HOST)
     retention.watch = ShadowComparison(retention, orders).watch
     return Orders(*orders)

@@ -38,6 +38,11 @@ _MIN_REFRESH, _MAX_REFRESH = 256, 16_384
 _TRUST = 0.5
 """Weight of what was learned elsewhere, at the start: one half."""
 
+FIRST_SAMPLES = 1_024
+"""The order is that of an LRU until this many samples of the engine's own traffic were learned.
+Before, whole classes have no sample, and what other classes have taught orders them wrongly:
+blocks of sessions that are over stayed, and those of new sessions were evicted."""
+
 
 class Visit(NamedTuple):
     """One request that ended, in pieces, for observers."""
@@ -64,7 +69,10 @@ class Retention:
         block_tokens: int,
         piece_tokens: int = PIECE_TOKENS,
         weights: Weights | None = None,
+        first_samples: int = 0,
     ) -> None:
+        """`first_samples` are learned before `is_trained`."""
+        self._first_samples = first_samples
         self._history = History(block_tokens, max(1, piece_tokens // block_tokens))
         self._samples = HazardSamples()
         self._classes: dict[int, int] = {}
@@ -89,6 +97,11 @@ class Retention:
         """Classes with densities of their own; the other classes use those of their kind."""
         self.unknown = self._class_of(UNKNOWN)
         """The class of a run about which no request has said anything."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether enough was learned here to order blocks by density."""
+        return self._learned >= self._first_samples
 
     def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         """A request ended: learn from the runs that it used again, and mark the runs of its

@@ -40,7 +40,8 @@ class _Entry:
 class SessionPolicy:
     """Lowest hit density first; children before their parents.
 
-    While `cautious` is set (by the guard), the order is that of an LRU.
+    While `cautious` is set (by the guard), or too little was learned, the order is that of an
+    LRU.
     """
 
     def __init__(self, retention: Retention, tier: Tier) -> None:
@@ -114,10 +115,22 @@ class SessionPolicy:
         self._grow_older()
         if self._version != self._retention.version:
             self._sort()
-        return iter(self._order) if self.cautious else self._least_first()
+        if self.cautious or not self._retention.is_trained:
+            return self._least_recent_first()
+        return self._least_first()
 
     def __contains__(self, node: object) -> bool:
         return node in self._order
+
+    def _least_recent_first(self) -> Iterator[Node]:
+        """The order of an LRU, except that nodes which a client expects to use again come last."""
+        now, expected = self._retention.now, []
+        for node in self._order:
+            if node.expected_until_s > now:
+                expected.append(node)
+            else:
+                yield node
+        yield from expected
 
     def _least_first(self) -> Iterator[Node]:
         """Yield entries in order. They leave their queue meanwhile and return to it when the
