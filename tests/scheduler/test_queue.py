@@ -131,3 +131,18 @@ def test_a_bounded_number_of_sequences_that_wait_for_a_prefix_is_examined() -> N
 
     assert len(harness.reasons) == 109
     assert set(harness.reasons.values()) == {"length"}
+
+
+def test_a_full_cache_keeps_what_the_next_waiting_sequence_will_find() -> None:
+    """The oldest cached blocks are those of a sequence that waits behind another one. The other
+    one needs room, and gets it from blocks that no sequence waits for."""
+    harness = Harness(num_blocks=32, settings={"max_num_seqs": 1})
+    families = [make_prompt(17, family=number) for number in range(6)]
+    for number, prompt in enumerate(families):
+        harness.run(make_request(f"before {number}", prompt, max_tokens=1))
+    running = make_request("running", make_prompt(17, family=6), max_tokens=4)
+    large = make_request("large", make_prompt(32, family=7), max_tokens=1)
+    harness.run(running, large, make_request("returns", families[0], max_tokens=1))
+
+    assert harness.cache.stats().evicted_device > 0
+    assert harness.usages["returns"].cached_tokens == 16

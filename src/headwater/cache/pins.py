@@ -83,6 +83,16 @@ class Pins:
                     host.mark_duplicate(at)
             at = at.parent
 
+    def refresh(self, node: Node, *, now: float) -> None:
+        """The path that ends with `node` becomes the most recently used of the device."""
+        order = self._device.order
+        at: Node | None = node
+        while at is not None:
+            if not at.pins and len(at.device):
+                order.discard(at)
+                order.add(at, now)
+            at = at.parent
+
     def unpin(self, node: Node, *, now: float, cold: bool = False) -> None:
         """Unpin a path that a job kept but no request used.
 

@@ -116,6 +116,12 @@ class TieredCache(CacheParts):
             raise CacheUseError(f"cannot take {count} slots")
         return self._evictor.take_device(count, _HELD)
 
+    def refresh(self, match: Match, *, now: float) -> None:
+        """A waiting request will use `match`: it becomes the most recently used in every tier."""
+        if match.nodes:
+            self._pins.refresh(match.nodes[-1], now=now)
+            self._residency.touch_host(match.nodes[-1], now=now)
+
     def free(self, slots: Slots) -> None:
         """Give back held slots."""
         self._device.pool.free(slots, _HELD)
@@ -214,21 +220,16 @@ class TieredCache(CacheParts):
         return self._sessions.take_due(until_s)
 
     def adopt_host(self, runs: Sequence[AdoptedRun], *, now: float) -> None:
-        """Make blocks findable that an earlier engine left in host slots. Call it before any
-        request.
-
-        Each run comes after the run before it on its path.
-        """
+        """Make blocks findable that an earlier engine left in host slots, before any request. A
+        run comes after the run before it on its path."""
         if runs:
             slots = np.concatenate([run.slots for run in runs])
             self._host.pool.claim(slots, SlotState.CACHED)
             self._residency.adopt(runs, now=now)
 
     def trim(self, max_cached: int) -> int:
-        """Evict device blocks until at most `max_cached` are cached; return how many.
-
-        Leased blocks stay, so more than that may remain.
-        """
+        """Evict device blocks until at most `max_cached` or the leased ones are cached; return how
+        many."""
         return self._evictor.trim_device(self._device.pool.stats().cached - max_cached)
 
     def trim_host(self) -> int:

@@ -91,6 +91,13 @@ each sequence that may run.
 _MAX_HELD = 32
 """Maximum number of long prompts that one step skips."""
 
+_NEAR_SHARE = 2
+"""What a waiting sequence would find is kept when it and those before it need at most one block in
+this many of device and host. With all of it, blocks kept for late ones push out earlier ones."""
+
+_NEAR_LOOKS = 16
+"""These sequences are searched again when one in this many has entered or left the queue."""
+
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""
 
@@ -116,6 +123,9 @@ class Admission:
         self._max_waiters = _WAITERS_PER_PLACE * config.max_num_seqs
         self._last_inputs: tuple[object, ...] | None = None
         """The inputs of the last `admit` that started no sequence; None otherwise."""
+        self._near_blocks = blocks.num_cacheable // _NEAR_SHARE
+        self._near_version, self._num_near = 0, 0
+        """The queue's version at the last search, and the sequences that it passed."""
         self.recheck_s = inf
         """When a wait times out, so that `admit` may decide differently with the same inputs."""
         self.is_paused = False
@@ -152,10 +162,7 @@ class Admission:
         length of the queue.
         """
         growth = self._growth.num_blocks(self._table.running())
-        self._loader.backlog_tokens = sum(
-            s.num_tokens - s.num_scheduled for s in self._table.prefilling
-        )
-        self._loader.num_waiting = max(len(self._table.waiting) - 1, 0)
+        num_left = self._tell_loader()
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
         patience, num_waiters, num_held = self._config.max_passes, 0, 0
@@ -167,6 +174,7 @@ class Admission:
             result = self._start(sequence, growth + own, now, budget)
             if result is _AdmissionResult.ADMITTED:
                 growth += own
+                num_left -= 1
                 budget.spend_place()
                 if sequence.state is SequenceState.PREFILL:
                     chunks.append(budget.spend_chunk(sequence))
@@ -177,7 +185,7 @@ class Admission:
                 blocked.append(sequence)
                 patience = min(patience, self._patience(sequence))
             else:
-                num_waiters += 1
+                num_waiters, num_left = num_waiters + 1, num_left - 1
                 if result is _AdmissionResult.AWAITING_PREFIX:
                     clock = self._totals.scheduled_prompt_tokens
                     lend_place(sequence, self._blocks.block_tokens, clock)
@@ -190,6 +198,7 @@ class Admission:
                 break
             if num_held >= _MAX_HELD:
                 break
+        self._keep_found(num_left, now)
         self._last_inputs = None if chunks else self._inputs()
         return chunks
 
@@ -213,6 +222,32 @@ class Admission:
             if result is _AdmissionResult.ADMITTED:
                 growth += own
                 budget.spend_place()
+
+    def _tell_loader(self) -> int:
+        """Tell the loader how much other work there is; return how many sequences wait."""
+        num_waiting, prefilling = len(self._table.waiting), self._table.prefilling
+        self._loader.num_waiting = max(num_waiting - 1, 0)
+        self._loader.backlog_tokens = sum(s.num_tokens - s.num_scheduled for s in prefilling)
+        return num_waiting
+
+    def _keep_found(self, num_left: int, now: float) -> None:
+        """Make what sequences near the head of the queue would find the most recently used: under
+        overload they wait longer than the cache keeps it. A load in flight pins what it reads."""
+        waiting = self._table.waiting
+        num_changes = waiting.version - self._near_version
+        if not num_left or num_changes * _NEAR_LOOKS < self._num_near:
+            return
+        self._near_version, self._num_near = waiting.version, 0
+        room = self._near_blocks
+        for sequence in waiting:
+            room -= sequence.num_blocks_wanted
+            if room < 0:
+                break
+            self._num_near += 1
+            load = sequence.load
+            if not sequence.found_is_kept and (load is None or load.job is None):
+                sequence.found_is_kept = True
+                self._blocks.keep_found(sequence, now)
 
     def _candidates(self) -> Iterator[Sequence]:
         """Waiting sequences that are allowed to start, in order."""

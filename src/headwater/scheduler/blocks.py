@@ -61,6 +61,17 @@ class BlockAllocator:
             longest = 0  # log-probabilities of the prompt need all of it computed
         return self._cache.match(sequence.path(), max_blocks=longest)
 
+    @property
+    def num_cacheable(self) -> int:
+        """Blocks that device and host have room for."""
+        return self._cache.config.device_blocks + self._cache.config.host_blocks
+
+    def keep_found(self, sequence: Sequence, now: float) -> None:
+        """What `sequence` would find now becomes the most recently used, although it waits."""
+        match = self.match(sequence)
+        if match is not None:
+            self._cache.refresh(match, now=now)
+
     def renew(self, sequence: Sequence, match: Match | None) -> Match | None:
         """`match`, or a new match if the tree has changed since."""
         if match is None or self._cache.is_current(match):

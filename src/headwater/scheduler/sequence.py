@@ -62,8 +62,8 @@ class Sequence:
     # fmt: off
     __slots__ = (
         "_block_buffer", "_block_tokens", "_buffer", "_keys", "_namespace", "arrays",
-        "block_table", "column", "commit_at", "entered_at", "is_counted", "is_held",
-        "last_token", "lease", "load", "max_committed", "max_computed", "min_stop",
+        "block_table", "column", "commit_at", "entered_at", "found_is_kept", "is_counted",
+        "is_held", "last_token", "lease", "load", "max_committed", "max_computed", "min_stop",
         "num_blocks", "num_committed", "num_computed", "num_found", "num_in_flight",
         "num_passes", "num_pins", "num_preemptions", "num_scheduled", "num_tokens",
         "num_tokens_end", "overlap", "params", "preempted_s", "prefix_source",
@@ -119,6 +119,9 @@ class Sequence:
 
     is_counted: bool
     """Whether its prompt is counted in the hit statistics already."""
+
+    found_is_kept: bool
+    """Whether the blocks that it would find became the most recently used while it waited."""
 
     is_held: bool
     """Whether a step in flight continues from a token that was not sampled. Its result is
@@ -193,7 +196,7 @@ class Sequence:
         """State of its load from lower tiers; None when there is nothing to load."""
         self.usage: Usage | None = None
         """Prompt usage for the first output; None before admission and after that output."""
-        self.receives = self.is_counted = self.is_held = False
+        self.receives = self.is_counted = self.is_held = self.found_is_kept = False
         self.num_in_flight = self.num_pins = self.row = 0
         self._reset()
 
