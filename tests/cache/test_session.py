@@ -250,6 +250,7 @@ def test_new_sessions_are_kept_while_old_ones_that_are_over_have_taught_too_litt
         lease = cache.lease(cache.match(path), owner=RequestId(""), now=now)
         lost += turn > 0 and lease.num_blocks < len(prompt) // 16 - 2
         slots = cache.take(len(prompt) // 16 - lease.num_blocks, now=now)
+        assert slots is not None
         cache.commit(lease, path, slots, now=now)
         cache.release(lease, now=now, finished=FinishedRequest(len(prompt), 4))
     assert lost == 0
