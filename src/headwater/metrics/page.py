@@ -13,9 +13,9 @@ _HEAD = """\
 `python -m headwater.metrics.page` generates this page from the table in the code, and a test
 checks that they agree.
 
-- Counters only increase while the server runs. Compute ratios in the query, over any
-  window: `rate(headwater:prefix_cache_hits_total[5m]) /
-  rate(headwater:prefix_cache_queries_total[5m])`.
+- Counters never decrease while the engine runs; those of the engine start at 0 again when it is
+  restarted. Compute ratios in the query, over any window:
+  `rate(headwater:prefix_cache_hits_total[5m]) / rate(headwater:prefix_cache_queries_total[5m])`.
 - The engine counts where it decides, the server where outputs pass. A scrape reads these
   counts; nothing is sampled. `headwater bench metrics` measures the cost.
 - Reasons and tiers are labels. No label contains a request id, a salt or a prompt.

@@ -14,7 +14,7 @@ ROUTER_ROUTED = Metric(
 ROUTER_FAILURES = Metric(
     "router_failures_total",
     Kind.COUNTER,
-    "Attempts that gave the client no answer, or a part of it.",
+    "Attempts that gave the client no answer, or only a part of one.",
     ("instance", "reason"),
 )
 ROUTER_PROMPT_TOKENS = Metric(
