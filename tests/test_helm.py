@@ -85,6 +85,22 @@ def test_pods_are_not_root_and_drain_before_they_end():
         assert pod["containers"][0]["securityContext"]["allowPrivilegeEscalation"] is False
 
 
+def test_an_inference_pool_selects_the_instances():
+    """llm-d and the inference extension find the pods by labels that the chart sets."""
+    found = documents("values-gpu.yaml")
+    [pool] = [one for one in found if one["kind"] == "InferencePool"]
+    wanted = pool["spec"]["selector"]["matchLabels"].items()
+    pods = [
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in found
+        if "template" in one["spec"]
+    ]
+    instances = [labels for labels in pods if "llm-d.ai/role" in labels]
+    assert instances
+    assert all(wanted <= labels.items() for labels in instances)
+    assert all(labels["llm-d.ai/inference-serving"] == "true" for labels in instances)
+
+
 def test_autoscaling_uses_a_metric_that_is_exported():
     """The name is one of docs/metrics.md."""
     exported = (ROOT / "docs/metrics.md").read_text()
