@@ -145,7 +145,7 @@ def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_a_server_that_does_not_answer_is_one_sentence(fault, sentence, capsys, monkeypatch):
-    """The sentence has no wrapping of Python's, and says what may help."""
+    """The sentence does not show `<urlopen error …>` of Python, and says what may help."""
 
     def fail(*_, **__):
         raise fault

@@ -98,7 +98,8 @@ class PeersConfig:
 
     link_host: str | None = None
     link_port: int = 0
-    """Address to listen on for blocks; without a host it is that of control messages."""
+    """Address to listen on for blocks; without a `link_host`, `host` is used. Port 0 takes a free
+    one."""
 
     link_advertise_host: str | None = None
     link_advertise_port: int | None = None

@@ -380,8 +380,9 @@ def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:
 
 
 def test_rows_that_are_not_sampled_have_no_edits() -> None:
-    """The host sends flags for all rows, and ranges of edits only for sampled ones. What is left
-    in the ranges of the others is not read: it once reached beyond the end of the memory."""
+    """The host sends flags for all rows, and ranges of edits only for sampled ones. The other
+    rows still have old ranges, which may reach beyond the end of the edits: the kernel must not
+    read them."""
     rows, vocab = 3, 40
     scratch = SamplingScratch(rows, vocab, DEVICE)
     scratch.edited.fill_(7.0)

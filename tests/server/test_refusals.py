@@ -282,7 +282,7 @@ def test_more_than_ever_fits_is_a_400_and_not_a_429():
 
 
 def test_more_than_ever_fits_is_refused_before_anything_is_made_for_it(monkeypatch):
-    """256 prompts with 64 choices each held the event loop for half a second."""
+    """A request with 256 prompts and `n` of 64 once blocked the event loop for half a second."""
     made = []
     real = TextStream.__init__
 

@@ -15,7 +15,7 @@ LONG = 32768
 def measure_prefill(
     model: LoadedModel, engine: GpuEngine, lengths: tuple[int, ...] = LENGTHS
 ) -> dict[str, Any]:
-    """Prompt tokens per second, from the request to its first token; and transformers'."""
+    """Prompt tokens per second until the first token, of Headwater and of transformers."""
     found = {}
     for length in lengths:
         ours = [_first_s(engine, length, seed=length + number) for number in range(4)][1:]

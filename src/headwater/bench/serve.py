@@ -197,7 +197,8 @@ def _measure_case(
 def _run_in_quiet(
     case: Case, server: RunningServer, vocab: int, seed: int, options: Namespace
 ) -> Row:
-    """The first run in which the engine had its core, or the best of several."""
+    """The first run in which the engine waited little for its core. If there is none in several
+    attempts, the run in which it waited least."""
     rows: list[Row] = []
     for attempt in range(options.patience):
         rows.append(_run(case, server, vocab, seed + attempt, options.output_tokens))

@@ -62,7 +62,7 @@ def add_cluster_flags(parser: ArgumentParser) -> None:
         metavar="N",
         default=_PEERS.max_inflight,
         help=help_text(
-            "maximum number of prompts computed for others at once; more are refused"
+            "maximum number of prompts computed at once for other instances; more are refused"
         ),
     )
     group.add_argument(

@@ -11,8 +11,8 @@ from typing import Self
 
 
 class PressedKeys:
-    """While it is open, a terminal on standard input delivers each key at once. Without a
-    terminal, `wait` only waits."""
+    """Within its `with` block, a terminal on standard input delivers each key at once. Without
+    a terminal, `wait` only waits."""
 
     def __init__(self) -> None:
         self._pause = Event().wait

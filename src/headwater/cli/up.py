@@ -114,7 +114,7 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
         "--restart",
         action=BooleanOptionalAction,
         default=True,
-        help="start processes that died again (default: yes)",
+        help="restart processes that died (default: yes)",
     )
     add_tls_flags(parser)
     parser.add_argument(

@@ -103,7 +103,7 @@ def identify_weights(
 
 
 def storage_keys(identity: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
-    """Keys under which blocks are stored: two deployments have no key in common."""
+    """Keys under which blocks are stored. Deployments with different identities share no key."""
     whole = hashlib.sha256(identity)
     keys: list[BlockKey] = []
     for block_hash in hashes:

@@ -125,7 +125,7 @@ class Admission:
         """The inputs of the last `admit` that started no sequence; None otherwise."""
         self._near_blocks = blocks.num_cacheable // _NEAR_SHARE
         self._near_version, self._num_near = 0, 0
-        """The queue's version at the last search, and the sequences that it passed."""
+        """At the last `_keep_found`: version of the queue, and number of sequences examined."""
         self.recheck_s = inf
         """When a wait times out, so that `admit` may decide differently with the same inputs."""
         self.is_paused = False

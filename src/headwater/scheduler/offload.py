@@ -177,7 +177,8 @@ class Prefetch:
         outcome: JobOutcome,
         now: float,
     ) -> None:
-        """A load ended, for which requests may have waited too: examine the session again."""
+        """A load of a session ended. Examine the session again if the load succeeded, and let the
+        requests continue that waited for it."""
         self._num_loading -= job.num_blocks
         if outcome.status is JobStatus.DONE:
             self.num_blocks += job.num_blocks

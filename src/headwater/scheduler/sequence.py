@@ -78,7 +78,8 @@ class Sequence:
 
     lease: Lease | None
     surplus: list[Slots]
-    """Its own slots of blocks that another sequence committed first; read until its end."""
+    """Its own slots of blocks that another sequence committed first. This sequence reads its
+    own slots until it ends."""
 
     overlap: OverlappedLoad | None
     """The load that its first chunk does not wait for; None when there is none."""
@@ -341,7 +342,8 @@ class Sequence:
         return held
 
     def held_slots(self) -> Slots:
-        """Slots that only this sequence has: not committed, or equal to a committed block."""
+        """Slots that only this sequence has: of blocks that are not committed, and of blocks that
+        another sequence committed first."""
         start = self.num_committed
         if self.overlap is not None:
             start += len(self.overlap.slots)

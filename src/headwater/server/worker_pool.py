@@ -68,8 +68,8 @@ class WorkerPool:
             return await asyncio.shield(call)
         except (OSError, EOFError, ValueError) as exc:
             raise RequestRefused(
-                f"the body could not be parsed within {_TIMEOUT_S:.0f} s and its memory "
-                "limit; send a smaller one",
+                f"the body takes more than {_TIMEOUT_S:.0f} s or too much memory to parse; send "
+                "a smaller one",
                 status=413,
             ) from exc
 

@@ -24,8 +24,9 @@ class Batch(NamedTuple):
 class HazardSamples:
     """A log of runs in time order, and for each bin the position up to which it was learned.
 
-    A run is a sample of a bin when the bin is over, unless the run was used again before that
-    bin. Runs that were not used again yet count for exactly as long as they were watched.
+    A bin is a range of ages. A run becomes a sample of a bin when the time since its use exceeds
+    that range. A run that was used again at a lower age is not a sample of the bin. A run that
+    was not used again yet is a sample of all bins that have passed.
     """
 
     def __init__(self) -> None:

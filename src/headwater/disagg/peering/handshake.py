@@ -103,7 +103,10 @@ def client_handshake(
         why = _SENTENCES[HandshakeResult(code)] if code in _SENTENCES else "no reason given"
         raise LinkBroken(f"the receiver refused the connection: {why}", PushFailure.REFUSED)
     if grant_bytes > _MAX_GRANT_BYTES:
-        raise Malformed(f"grant of {grant_bytes} bytes is too large", PushFailure.REFUSED)
+        raise Malformed(
+            f"the receiver announced {grant_bytes} bytes of link data, more than {_MAX_GRANT_BYTES}",
+            PushFailure.REFUSED,
+        )
     grant = _take(stream, grant_bytes, check_wait) if grant_bytes else b""
     if not hmac.compare_digest(
         theirs, _prove(mine.token, b"receiver", challenge, answer, grant)

@@ -86,7 +86,8 @@ class ThinkingParser:
         return out
 
     def _give_held(self, out: ParsedOutput) -> None:
-        """The text held by the scanner; it is not used after the answer has begun."""
+        """Pass on the text that the scanner holds when the answer begins. After that, the parser
+        does not use the scanner."""
         if self._is_answer:
             self._pass_on(self._scanner.end(), out)
 
