@@ -34,7 +34,7 @@ def test_a_server_with_shipped_weights_loads_an_expected_session_in_time():
     hint = {"session_id": "s", "cache_hint": {"returns_in_s": 4}}
     server.complete(prompt=PROMPT, max_tokens=1, **hint)
     for letter in "ABCD":
-        server.complete(prompt=letter * 640, max_tokens=1)
+        server.complete(prompt=letter * 960, max_tokens=1)
     until(
         lambda: server.get("/cache").json()["links"].get("host_to_device", {}).get("num_jobs")
     )

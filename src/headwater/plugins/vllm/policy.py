@@ -9,7 +9,7 @@ least hit density first, and no chunk before those that follow it.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
@@ -133,9 +133,9 @@ class SessionCachePolicy(CachePolicy):
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._order_all()
         chosen: list[Node] = []
-        candidates = iter(self._evictable.victims() if n else ())
+        candidates = self._victims()
         while len(chosen) < n and (node := next(candidates, None)) is not None:
-            if node.first not in protected and len(node.device):
+            if node.first not in protected:
                 self._leave_tier(node)
                 chosen.append(node)
         if len(chosen) < n:
@@ -171,6 +171,17 @@ class SessionCachePolicy(CachePolicy):
             shape = Shape(self.cache_capacity, 0, self._chunk_tokens)
             self._order = make_orders("session", shape).device
         return self._order
+
+    def _victims(self) -> Iterator[Node]:
+        """The nodes in the order of eviction, each only when those that follow it have left."""
+        passed: set[Node] = set()
+        for node in self._evictable.victims():
+            at: Node | None = node if len(node.device) else None
+            while at is not None and not at.device_children:
+                yield at
+                at = at.parent if at.parent in passed else None
+            if node.device_children:
+                passed.add(node)
 
     def _visit(
         self, path: Sequence[OffloadKey], req_context: ReqContext, now: float
@@ -213,9 +224,10 @@ class SessionCachePolicy(CachePolicy):
             order.add(node, now)
 
     def _order_all(self) -> None:
-        """Give a place in the order to every node that may be evicted."""
+        """Give a place in the order to every node that may be evicted, the last ones stored first:
+        a chunk is stored after those before it."""
         now, order = self.clock.now(), self._evictable
-        for node in self._unordered:
+        for node in reversed(self._unordered):
             order.add(node, now)
         self._unordered.clear()
 
