@@ -150,18 +150,26 @@ def test_so_many_frames_are_copied_at_once(harness, monkeypatch, is_near, num_st
         return start_copy(peer, sources, targets, sizes)
 
     monkeypatch.setattr(PeerArray, "start_copy", note)
-    harness.receiver.open(1, range(6))
-    hold_copies(harness)
     sender = harness.sender()
-    for index in range(6):
-        sender.push(harness.push(index, 1, [index]))
-    assert noted.wait(10.0)
-    assert not Event().wait(0.1), "time in which further copies would be started"
-    num_held = len(started)
-    let_copies_end(harness)
+    for lease in range(1, 21):
+        started.clear()
+        harness.receiver.open(lease, range(6))
+        hold_copies(harness)
+        jobs = [6 * lease + index for index in range(6)]
+        for index, job in enumerate(jobs):
+            sender.push(harness.push(job, lease, [index]))
+        # A frame that comes late on a busy machine is received when the copy before has ended.
+        is_complete = noted.wait(1.0)
+        assert not Event().wait(0.1), "time in which further copies would be started"
+        num_held = len(started)
+        let_copies_end(harness)
+        assert [harness.done(job) for job in jobs] == [BLOCK_BYTES] * 6
+        harness.receiver.fence(lease)
+        harness.log.closed(lease)
+        if is_complete:
+            break
 
     assert num_held == num_started
-    assert [harness.done(index) for index in range(6)] == [BLOCK_BYTES] * 6
 
 
 def test_a_peer_that_stops_in_the_middle_of_a_frame_delays_no_answer(harness):
