@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import socket
 from typing import Any
 
 import pytest
 
+from headwater.server import balanced_listener
 from headwater.server.balanced_listener import BalancedListener
 from headwater.server.connection_counts import ConnectionCounts, make_counts_file
 from headwater.server.listener import bind
@@ -83,6 +85,24 @@ def test_workers_get_about_as_many_connections():
     numbers = asyncio.run(scenario())
     assert sum(numbers) == 66
     assert max(numbers) - min(numbers) <= 3
+
+
+def test_one_worker_leaves_no_connection_to_others(monkeypatch):
+    """Connections that come together are accepted together. With pauses between them, the first
+    tokens of requests that came together were up to twice as late."""
+    monkeypatch.setattr(balanced_listener, "_YIELD_S", 3600.0)
+
+    async def run():
+        workers = Workers(num_workers=1)
+        started = [workers.start(0)]
+        clients = [socket.create_connection(workers.socket.getsockname()) for _ in range(8)]
+        await workers.all_counted(8)
+        assert workers.numbers == [8]
+        for client in clients:
+            client.close()
+        await workers.close(started)
+
+    asyncio.run(run())
 
 
 def test_a_worker_that_accepts_nothing_does_not_keep_connections_from_the_others():

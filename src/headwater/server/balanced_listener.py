@@ -67,24 +67,33 @@ class BalancedListener:
             await asyncio.wait(self._opening)
 
     def _on_ready(self) -> None:
-        """A connection waits, unless another worker has just taken it."""
+        """Connections wait, unless other workers have just taken them."""
+        if self._counts.is_alone:  # nothing to balance: take all that wait
+            while self._accept():
+                pass
+            return
         lead = self._counts.lead + len(self._opening)
         if lead > _MAX_LEAD and self._num_others != self._counts.num_others:
             self._num_others = self._counts.num_others
             self._pause_for(_YIELD_S)
             return
         self._num_others = None
+        self._accept()
+
+    def _accept(self) -> bool:
+        """Accept one connection. Returns whether there was one."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
+            return False
         except OSError as exc:
             log.error("cannot accept a connection: %s; trying again in %g s", exc, _RETRY_S)
             self._pause_for(_RETRY_S)
-            return
+            return False
         opening = self._loop.create_task(self._open(connection))
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
+        return True
 
     async def _open(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -57,6 +57,11 @@ class ConnectionCounts:
         return int(self._rows[:, 0].sum())
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the server has one worker only."""
+        return len(self._rows) == 1
+
+    @property
     def lead(self) -> int:
         """How many connections this worker has more than the worker with the fewest."""
         return int(self._own[0] - self._rows[:, 0].min())
