@@ -5,9 +5,11 @@ same faults meet the built-in model, HTTP and /metrics: in each cell the greedy 
 of a server without a cache, the fault is counted by its reason, and every slot is returned.
 """
 
+import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,9 @@ CALLS = [
     ("write", "REFUSED", "refused"),
 ]
 """Call, fault, and the reason it is counted under."""
+
+STORABLE_WITHIN_S = 60.0
+"""Far more than a pool takes to notice that a member is dead, plus the pause of the breaker."""
 
 DAMAGE = {
     "TRUNCATED": {"bad_length", "bad_checksum", "bad_header", "truncated"},
@@ -135,10 +140,13 @@ def check_whole(server: LiveServer) -> None:
 def store(server: LiveServer, name: str) -> str:
     """A salt under which all blocks of the first prompt are only in storage.
 
-    A pool may offer the memory of a dead member for some seconds; such writes fail.
+    A pool offers the memory of a dead member until it misses its heartbeats (10 s by default);
+    such writes fail, and then the breaker waits before it tries again.
     """
-    for attempt in range(100):
-        salt = f"{name} {attempt}"
+    attempts = itertools.count()
+    give_up = time.monotonic() + STORABLE_WITHIN_S
+    while time.monotonic() < give_up:
+        salt = f"{name} {next(attempts)}"
         before = server.get("/cache").json()["storage"]["blocks_written"]
         _, cache = ask(server, 1, cache_salt=salt)
         after = until_written(server, "host_to_storage")["storage"]["blocks_written"]
