@@ -1,7 +1,7 @@
 """`TieredCache.check()`: every invariant and bound of the cache, verified from scratch.
 
-It is slow and changes nothing. Tests call it after each operation, the engine when
-it is idle.
+It is slow and changes nothing. Tests call it after each operation; the engine calls it when
+idle.
 """
 
 from collections import Counter
@@ -53,10 +53,15 @@ def _check_residency(node: Node) -> None:
         raise InvariantError("a node has no parent")
     _require(node.covered() == node.num_blocks, "a node has a block that is in no tier")
     if len(node.device):
-        _require(len(parent.device) == parent.num_blocks, "a device block has no parent there")
+        _require(
+            len(parent.device) == parent.num_blocks,
+            "a device block has no parent on the device",
+        )
     if len(node.host):
         above = max(len(parent.device), len(parent.host))
-        _require(above == parent.num_blocks, "a host block has no parent there or above")
+        _require(
+            above == parent.num_blocks, "a host block has no parent on the host or the device"
+        )
     children = node.children.values()
     on_device = sum(1 for child in children if len(child.device))
     on_host = sum(1 for child in children if len(child.host))
@@ -106,7 +111,8 @@ def _check_owners(cache: "CacheParts", tier_pool: TierPool, nodes: Iterable[Node
 
 
 def _check_order(tier_pool: TierPool, nodes: list[Node]) -> None:
-    """A node is in the order exactly while it may be evicted."""
+    """A node is in the eviction order of a tier exactly while its blocks there may be
+    evicted."""
     evictable = 0
     for node in nodes:
         kept = node.pins if tier_pool.tier is Tier.DEVICE else len(node.jobs)
@@ -128,7 +134,7 @@ def _check_reads(cache: "CacheParts") -> None:
         if _targets(record.plan, Tier.STORAGE):
             expected[record.plan.source_slots] += 1  # type: ignore[union-attr]
     same = bool(np.array_equal(expected, cache._host.pool.readers()))
-    _require(same, "host slots are marked as read by no write, or the reverse")
+    _require(same, "the host slots marked as read are not those that writes in flight read")
 
 
 def _check_stored_only(cache: "CacheParts", nodes: list[Node]) -> None:
@@ -144,7 +150,7 @@ def _check_stored_only(cache: "CacheParts", nodes: list[Node]) -> None:
 
 
 def _check_bounds(cache: "CacheParts") -> None:
-    """Nothing keeps a node that left the tree, and no record outgrows its limit."""
+    """No record refers to a node that left the tree, and no list is longer than its limit."""
     limits = {"ghosts": (len(cache._ghosts), cache.config.max_ghosts)}
     limits["sessions"] = (sum(1 for _ in cache._sessions), MAX_SESSIONS)
     for name, (count, limit) in limits.items():
@@ -163,7 +169,7 @@ def _check_bounds(cache: "CacheParts") -> None:
     )
     for entry in cache._sessions:
         _require(not entry.node.gone, "a session refers to a node that left the tree")
-        _require(entry in (entry.node.sessions or ()), "a node does not know its session")
+        _require(entry in (entry.node.sessions or ()), "a node does not list its session")
 
 
 def _targets(plan: object, tier: Tier) -> bool:

@@ -32,8 +32,9 @@ class CacheConfig:
     """With `write_through_selective`, a block is written at its n-th hit."""
 
     write_ahead_blocks: int | None = None
-    """Number of next victims of the device that are kept written to the host, under the
-    policies `auto`, `write_through` and `write_back`; None means an eighth of the device."""
+    """Number of device blocks, of those evicted next, that are written to the host in advance,
+    under the policies `auto`, `write_through` and `write_back`; None means an eighth of the
+    device."""
 
     eviction: str = "lru"
     """Name of the eviction policy, for the device and the host tier."""

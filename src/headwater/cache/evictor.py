@@ -90,7 +90,7 @@ class Evictor:
         return evicted
 
     def forget_stored(self, node: Node, count: int, reason: MissReason) -> None:
-        """Storage has only the first `count` blocks of `node`."""
+        """Record that storage has only the first `count` blocks of `node`."""
         known, node.num_stored = node.num_stored, min(node.num_stored, count)
         self._tree.version += 1
         if self._events is not None:
@@ -102,8 +102,9 @@ class Evictor:
     def bound_stored(self) -> None:
         """Forget the oldest nodes that only storage has, until the limit is kept.
 
-        Each call removes about as many nodes as were added since the last one. A node with a
-        job is being read: it becomes the newest instead, so that the loop ends.
+        Each call removes about as many nodes as were added since the last call. A node with a
+        job is being read: it is not removed but becomes the newest, and each node is tried
+        once.
         """
         stored_only = self._stored_only
         attempts = len(stored_only)
@@ -140,8 +141,8 @@ class Evictor:
         return moved
 
     def _evict_one(self) -> list[Slots] | None:
-        """Move the last slot of the first victim out of it, if that needs no search and does not
-        empty the node: what a running sequence needs for its next block."""
+        """Move the last slot of the first victim out of its node and return it; None if that
+        needs a search or empties the node. A running sequence uses this for its next block."""
         device = self._device
         node = next(iter(device.order.victims()))
         slots = node.device
@@ -165,8 +166,8 @@ class Evictor:
         return [slots[left:]]
 
     def _written_victims(self) -> Iterator[Node]:
-        """Nodes of the device order that are also on the host. Other nodes are skipped, but at
-        most as many as the eviction window has blocks."""
+        """Nodes of the device order that are also on the host. The search ends when it has
+        skipped more blocks than the eviction window has."""
         patience = self._writes.window.num_blocks
         for node in self._device.order.victims():
             if len(node.host) >= len(node.device):
@@ -177,8 +178,8 @@ class Evictor:
                     return
 
     def _childless_victims(self) -> Iterator[Node]:
-        """Nodes of the device order that no host block depends on. Others are passed over, but no
-        more of them than the eviction window has blocks."""
+        """Nodes of the device order that no host block depends on. The search ends when it has
+        skipped more blocks than the eviction window has."""
         patience = self._writes.window.num_blocks
         for node in self._device.order.victims():
             if len(node.host) >= len(node.device) or not node.host_children:
@@ -237,8 +238,8 @@ class Evictor:
         return need
 
     def _finish_device_pass(self, evicted: list[Node], leaves: list[Node]) -> None:
-        """`evicted` nodes have left the device; `leaves` are those of them that are now in no
-        tier."""
+        """Update order, write queue and ghosts: `evicted` nodes have left the device; `leaves`
+        are those of them that are in no tier now."""
         self._device.order.discard_all(evicted)
         self._writes.discard(evicted, Tier.DEVICE)
         self._bury(leaves, MissReason.EVICTED_DEVICE)
@@ -263,7 +264,7 @@ class Evictor:
             if node in kept or pool.has_lost_read(slots):
                 continue
             if node in duplicates:
-                node.suspended_at = -1  # the device has it: write it again before that changes
+                node.suspended_at = -1  # the device must write the blocks again
             count = len(slots)
             keep = count - need if count > need else 0
             if events is not None:
@@ -292,8 +293,8 @@ class Evictor:
         return need
 
     def _finish_host_pass(self, evicted: list[Node], leaves: list[Node]) -> None:
-        """`evicted` nodes have left the host; `leaves` are those of them that are now in no
-        tier."""
+        """Update order, write queue and ghosts: `evicted` nodes have left the host; `leaves`
+        are those of them that are in no tier now."""
         duplicates = self._host.duplicates
         if duplicates:
             for node in evicted:
@@ -358,7 +359,8 @@ class Evictor:
 
     def _drop_children(self, node: Node) -> None:
         """Forget what storage has below `node`: without their parent the blocks cannot be
-        found. Children go first, so that each node still has its parent when it goes."""
+        found. Children are removed first, so that each node still has its parent when it is
+        removed."""
         for below in reversed(list(subtree(node))[1:]):
             if self._events is not None:
                 self._events.removed(below, Tier.STORAGE, 0, below.num_stored)

@@ -31,7 +31,7 @@ class HostArrival:
 
 @dataclass(frozen=True, slots=True)
 class HostCleared:
-    """No host block may be found again."""
+    """All host blocks were removed; a later engine may adopt none of those recorded before."""
 
 
 HostChange: TypeAlias = HostArrival | HostCleared
@@ -43,7 +43,8 @@ class AdoptedRun:
 
     namespace: Namespace
     before: int | None
-    """Index of the run that ends before this one; None for a run that begins a path."""
+    """Index of the run directly before this one on its path; None for a run that begins a
+    path."""
 
     tokens: bytes
     keys: list[BlockKey]

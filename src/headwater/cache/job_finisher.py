@@ -1,6 +1,7 @@
 """Applies the end of each job to the cache, then tells its owner: the only completion path.
 
-A job that timed out keeps only the slots that its executor may still touch, until it is quiet.
+A job that timed out keeps only the slots that its executor may still touch, until the executor
+is quiet.
 """
 
 from collections.abc import Callable, Mapping
@@ -138,7 +139,8 @@ class JobFinisher:
             self._evictor.bound_stored()
 
     def _time_out(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:
-        """The deadline of a job has passed: release everything but the bytes it may touch.
+        """The deadline of a job has passed: release everything but the slots that its executor
+        may touch.
 
         Target slots become QUARANTINED, so a late write damages nothing. A copy from the device
         or from the host to the device keeps nothing else: whatever it still reads ends in a
@@ -188,8 +190,9 @@ class JobFinisher:
         return num_attached
 
     def _release(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:
-        """Return the nodes of an ended job to the host order and the write queue, and release its
-        pins. In reverse, so that the first victim of the job is the first victim again."""
+        """Return the nodes of an ended job to the host order and the write queue, and release
+        its pins. The order is reversed, so that the first victim of the job is the first victim
+        again."""
         to_host = plan.target is _HOST
         ends = record.ends
         for node in reversed(ends):
@@ -202,7 +205,8 @@ class JobFinisher:
                 self._pins.unpin(node, now=now, cold=record.is_still_cold(node))
 
     def _mark_duplicates(self, record: JobRecord) -> None:
-        """Blocks of this job are on the device and on the host now."""
+        """Mark the blocks of this job, which are on the device and on the host now, as
+        duplicates."""
         window = self._writes.window
         if not window.is_enabled or window.has_everything:
             return  # the device evicts them soon, unless a lease pins them first
@@ -237,7 +241,7 @@ class JobFinisher:
 
 def _num_arrived(num_blocks: int, outcome: JobOutcome) -> int:
     """Leading blocks of a job of `num_blocks` that were copied completely."""
-    if outcome.status is _DONE:  # the usual case; comparing with names costs more
+    if outcome.status is _DONE:  # the usual case, first because `match` is slower
         return num_blocks
     match outcome.status:
         case JobStatus.PARTIAL | JobStatus.DAMAGED | JobStatus.ABSENT:

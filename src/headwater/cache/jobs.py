@@ -55,8 +55,9 @@ class JobRecord:
     """Outcomes received while a step in flight uses the slots; None when no step does."""
 
     def is_still_cold(self, node: Node) -> bool:
-        """Whether `node` is a next victim of the device tier: nothing used it meanwhile, because a
-        use changes `used` to a number that was never used before."""
+        """Whether `node` is still a next victim of the device tier. Each release of a node sets
+        `used` to a new number, so an unchanged number shows that no request used the node
+        meanwhile."""
         return self.cold and node.used in self.used
 
     def divide(self, head: Node, tail: Node, at: int) -> None:

@@ -108,8 +108,8 @@ class TokenPath:
 
 
 def media_by_block(spans: Iterable[MediaSpan], block_tokens: int) -> dict[int, bytes]:
-    """For each block with media, by block index: bytes that tell it from blocks with equal
-    tokens.
+    """For each block with media, by block index: bytes that distinguish it from blocks with
+    equal tokens.
 
     A span counts in every block that it touches, with its start relative to that block: the
     same image one token later is another block.
@@ -154,9 +154,11 @@ class KeyScheme:
         return BlockKey(hashlib.sha256(_DOMAIN + encoded).digest())
 
     def of_path(self, path: TokenPath, num_blocks: int) -> list[BlockKey]:
-        """Keys of the first `num_blocks` blocks of `path`. Remembered ones are not computed again.
+        """Keys of the first `num_blocks` blocks of `path`. Remembered keys are not computed
+        again.
 
-        From any thread. Long prompts take milliseconds, so not on the engine loop.
+        Any thread may call this. Keys of a long prompt take milliseconds, so the engine loop
+        should not compute them.
         """
         remembered = path.keys = path.keys or PathKeys()
         known = remembered.known(self)

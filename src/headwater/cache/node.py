@@ -36,8 +36,8 @@ class RetentionMark(NamedTuple):
 class Node:
     """Owned by `PrefixTree`. Only `TieredCache` and its parts change which blocks it has.
 
-    A split makes a new node for the *head* and leaves this node as the tail. So a reference to
-    a node always means the same last block, or finds `gone`.
+    A split makes a new node for the *head* and leaves this node as the tail. A reference to a
+    node therefore always refers to the same last block, unless the node is `gone`.
     """
 
     __slots__ = (
@@ -111,10 +111,11 @@ class Node:
         self.sessions: set[SessionEntry] | None = None
         """Sessions whose last request ended with this node; None when there is none."""
         self.expected_until_s = 0.0
-        """Until when the next request of a session is expected, because its client said so; 0 if
-        nothing was said, negative if the session is over."""
+        """Time until which the client's hint expects the next request of a session; 0 without a
+        hint, negative if the session is closed."""
         self.gone = False
-        """Final: the node has left the tree. It keeps slots only while it is pinned."""
+        """Whether the node has left the tree, which is final. It keeps slots only while it is
+        pinned."""
 
     @property
     def end(self) -> int:
@@ -144,7 +145,8 @@ class NodeKeys:
         """Bytes of the tokens of a block."""
 
     def keys(self, node: Node) -> list[BlockKey]:
-        """The block keys of `node`, computed once and remembered; possibly followed by others."""
+        """The block keys of `node`, computed once and remembered; the list may be longer than
+        the node."""
         known, num_blocks = node.keys, node.num_blocks
         if known is not None:
             start = len(known)

@@ -158,7 +158,7 @@ class Pins:
             own.append(at)
             at = at.parent
         for closed in reversed(own):
-            closed.suspended_at = closed.used  # not worth a write either
+            closed.suspended_at = closed.used  # writing the blocks is not worth it either
             closed.expected_until_s = -1.0
             if len(closed.device) and not closed.pins:
                 self._device.order.close(closed)
@@ -228,7 +228,8 @@ class Pins:
 
 
 def _place(tier_pool: TierPool, head: Node, tail: Node, was_evictable: int, now: float) -> None:
-    """Correct the order after a split; the whole node had `was_evictable` blocks in it.
+    """Correct the order after a split; before it, the whole node had `was_evictable` blocks in
+    the order.
 
     A job may belong to one half only, so a half can become evictable by the split.
     """

@@ -258,7 +258,8 @@ class JobStatus(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class JobOutcome:
-    """The end of a job. A transfer that was TIMED_OUT has a second outcome when it is quiet.
+    """The end of a job. A transfer that was TIMED_OUT has a second outcome when its executor is
+    quiet.
 
     Not modified after it is built; not frozen for the same reason as `TransferJob`.
     """
@@ -282,10 +283,11 @@ class JobEffect(Enum):
     """No block became findable; what the job held is free again."""
 
     QUARANTINED = auto()
-    """The job timed out; the slots it may still touch stay unused until it is quiet."""
+    """The job timed out; the slots that its executor may still touch stay unused until the
+    executor is quiet."""
 
     DEFERRED = auto()
     """A step in flight uses the job's slots; `resume_job` will apply the outcome."""
 
     UNKNOWN = auto()
-    """No such job is in flight: a duplicate, or later than its end. Nothing changed."""
+    """No such job is in flight: the outcome is a duplicate or too late. Nothing changed."""

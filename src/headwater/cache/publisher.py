@@ -159,9 +159,10 @@ class Publisher:
 def _can_extend(node: Node, count: int) -> bool:
     """Whether to append to `node` instead of creating a node after it.
 
-    Only a leaf that one lease pins may change its last block, because others refer to a node
-    as the end of a path. Appending copies the tokens of the node; a long node is therefore
-    extended only by at least an eighth of its length, which keeps the total cost linear.
+    Only a leaf that one lease pins may change its last block, because other leases and jobs
+    refer to a node as the end of a path. Appending copies the tokens of the node; a long node
+    is therefore extended only by at least an eighth of its length, which keeps the total cost
+    linear.
     """
     return (
         node.pins == 1

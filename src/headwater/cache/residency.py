@@ -51,8 +51,8 @@ class Residency:
         return True
 
     def adopt(self, runs: Sequence[AdoptedRun], *, now: float) -> None:
-        """Add runs that an earlier engine left in host slots. A run comes after the run before
-        it on its path."""
+        """Add runs that an earlier engine left in host slots. The list is in path order: each
+        run comes after the run that `before` refers to."""
         nodes: list[Node] = []
         for run in runs:
             parent = self._tree.root(run.namespace) if run.before is None else nodes[run.before]

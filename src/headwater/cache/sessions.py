@@ -27,7 +27,7 @@ _PENDING_S = 300.0
 """How long a pending session counts towards the budget of its tenant."""
 
 _GRACE_S = 30.0
-"""A session with a return time counts twice as long as announced, plus this."""
+"""A session with a return time counts for twice the announced time plus this."""
 
 
 class SessionStats(NamedTuple):
@@ -89,8 +89,8 @@ class Sessions:
         self._numbers = count()
         self._ends: list[_Timer] = []
         self._dues: list[_Timer] = []
-        """Heaps of when promises end and when sessions are expected. An entry whose session has
-        another time by now is outdated and skipped."""
+        """Two heaps: the times when promises end, and the times when sessions are expected. An
+        entry is outdated, and skipped, when its session has another time now."""
         self._promised = 0
         self._hints: Counter[str] = Counter()
 

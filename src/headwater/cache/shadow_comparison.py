@@ -66,7 +66,7 @@ class ShadowComparison:
         self._sampled = 0.0
         self._seen = 0.0
         self._lead = 0.0
-        """Pieces of `_seen` that the LRU found and the session policy did not."""
+        """How many more of the `_seen` pieces the LRU found than the session policy."""
         self._spread = 0.0
         """Sum of the squares of each request's contribution to the lead."""
 

@@ -112,7 +112,8 @@ class StorageQueue:
         return None
 
     def resume(self, node: Node) -> None:
-        """A job of `node` ended: it, or what waited for it, may be written now."""
+        """A job of `node` ended: the node, or children that waited for it, may be written
+        now."""
         entry = self._entries.get(node)
         if entry is not None:
             if node.num_stored >= len(node.host):
@@ -209,5 +210,6 @@ def _level(node: Node, now: float) -> WriteLevel:
 
 
 def _uses(node: Node) -> int:
-    """How often `node` was used, as the eviction policy remembers it, or else its hits here."""
+    """How often `node` was used: the larger of the count of the eviction policy and its hits
+    here."""
     return node.hits + 1 if node.mark is None else max(node.mark.uses, node.hits + 1)

@@ -220,16 +220,16 @@ class TieredCache(CacheParts):
         return self._sessions.take_due(until_s)
 
     def adopt_host(self, runs: Sequence[AdoptedRun], *, now: float) -> None:
-        """Make blocks findable that an earlier engine left in host slots, before any request. A
-        run comes after the run before it on its path."""
+        """Make blocks findable that an earlier engine left in host slots, before any request.
+        The list is in path order: each run comes after the run that `before` refers to."""
         if runs:
             slots = np.concatenate([run.slots for run in runs])
             self._host.pool.claim(slots, SlotState.CACHED)
             self._residency.adopt(runs, now=now)
 
     def trim(self, max_cached: int) -> int:
-        """Evict device blocks until at most `max_cached` or the leased ones are cached; return how
-        many."""
+        """Evict device blocks until at most `max_cached` blocks, or only leased ones, are
+        cached; return how many were evicted."""
         return self._evictor.trim_device(self._device.pool.stats().cached - max_cached)
 
     def trim_host(self) -> int:
@@ -319,7 +319,7 @@ class TieredCache(CacheParts):
         self._finisher.resume(job, now=now)
 
     def learn_stored(self, path: TokenPath, num_blocks: int, *, now: float) -> None:
-        """Storage has the first `num_blocks` blocks of `path`."""
+        """Record that storage has the first `num_blocks` blocks of `path`."""
         self._require_blocks(path, num_blocks)
         self._publisher.learn_stored(path, num_blocks, now)
         self._evictor.bound_stored()

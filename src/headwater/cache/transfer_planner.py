@@ -85,8 +85,8 @@ class TransferPlanner:
             plans += stored
             if limit_stored is None:
                 limit -= sum(plan.num_blocks for plan in stored)
-            # Storage may have asked for blocks that have to be written to the host first. They
-            # are planned now, so that a second call without a change plans nothing.
+            # The storage queue may have asked for blocks that have to be written to the host
+            # first. They are planned now, so that a second call without a change plans nothing.
             if writes.may_have_host_writes:
                 plans += self._plan_host_writes(limit, owner)
         return plans

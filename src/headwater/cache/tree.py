@@ -31,7 +31,8 @@ class PrefixTree(NodeKeys):
         """Increases with every change of structure or residency. A match is current while it
         has the same value."""
         self.num_both = 0
-        """Blocks that are on the device and on the host; kept by the parts that move blocks."""
+        """Blocks that are on the device and on the host; updated by the parts that move
+        blocks."""
         self.num_nodes = 0
         self.roots: dict[Namespace, Node] = {}
         # An OrderedDict, because finding the first key of a dict whose first entries were

@@ -77,8 +77,8 @@ class EvictionWindow:
         """Value of `_state` after that search."""
 
     def begin_step(self, num_expected: int) -> None:
-        """Measure how many blocks were taken since the last step. The next admissions take up to
-        `num_expected`, and the window holds that many."""
+        """Measure how many blocks were taken since the last step. The next admissions take up
+        to `num_expected`, so the window holds at least that many."""
         device = self._device
         used = device.evicted - device.pool.num_free
         taken = used - self._used_before
@@ -133,8 +133,8 @@ class EvictionWindow:
 
     @property
     def _state(self) -> tuple[int, int]:
-        """A value that changes whenever a node becomes evictable, and sometimes without
-        that."""
+        """A value that changes whenever a node becomes evictable, and sometimes at other
+        times."""
         return self._device.evictable, self._device.evicted
 
     @property
@@ -338,7 +338,7 @@ class WriteQueue:
         nodes = self.window.nodes()
         before, inside = self._inside, dict.fromkeys(nodes)
         self._inside = inside
-        # If it is not inside any more, it was used again, or others are evicted first.
+        # A node that is not inside any more was used again, or other nodes are evicted first.
         for node in before:
             if node not in inside and not node.gone:
                 self._host.mark_duplicate(node)

@@ -24,7 +24,7 @@ class Hint(NamedTuple):
     """No more requests of this session will come."""
 
     returns_in_s: float | None = None
-    """Another request will come at about this time; None means soon."""
+    """Another request will come in about this many seconds; None means soon."""
 
 
 class FinishedRequest(NamedTuple):

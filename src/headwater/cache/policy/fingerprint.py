@@ -1,8 +1,8 @@
 """A number for every prefix of a path. Equal prefixes have equal numbers, cached or not.
 
-The numbers serve as memory, never for matching: when two prefixes share a number by chance, a
-policy guesses worse, but no wrong block is found. All prefixes of a prompt cost one pass over
-it.
+A policy uses the numbers to remember prefixes; matching never uses them: when two prefixes
+share a number by chance, the policy guesses worse, but no wrong block is found. All prefixes of
+a prompt cost one pass over it.
 """
 
 import zlib

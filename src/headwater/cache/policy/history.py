@@ -29,8 +29,8 @@ class PastRequest(NamedTuple):
 
 
 class PrefixUse:
-    """The last use of a part of a path, up to piece `end`. A later request takes over pieces
-    from the front."""
+    """The last use of a part of a path, up to piece `end`. A later request with a common prefix
+    replaces the entries of the leading pieces."""
 
     __slots__ = ("asked", "end", "middle", "sample", "separate", "traits", "uses")
 
@@ -41,7 +41,8 @@ class PrefixUse:
         self.uses = uses
         self.end = end
         self.middle = (start + end) // 2
-        """Identifies the run in the samples that tell whether it is used again."""
+        """The piece in the middle of the run: a request that uses it again counts as a return
+        of the run."""
         self.traits = traits
         self.separate = False
         """Whether the run is the last piece of its path and not full."""
@@ -67,7 +68,7 @@ class RequestHistory(NamedTuple):
 
 
 class History:
-    """Finds and updates the history of a path in O(runs + log pieces), with one dict entry per
+    """Finds the runs of a path with O(runs × log pieces) lookups; keeps one dict entry per
     piece."""
 
     def __init__(self, block_tokens: int, blocks_per_piece: int) -> None:

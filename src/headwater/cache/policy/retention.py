@@ -36,12 +36,12 @@ _MIN_REFRESH, _MAX_REFRESH = 256, 16_384
 
 
 _TRUST = 0.5
-"""Weight of what was learned elsewhere, at the start: one half."""
+"""Share of weights learned elsewhere that an engine starts with."""
 
 FIRST_SAMPLES = 1_024
 """The order is that of an LRU until this many samples of the engine's own traffic were learned.
-Before, whole classes have no sample, and what other classes have taught orders them wrongly:
-blocks of sessions that are over stayed, and those of new sessions were evicted."""
+Before that, some classes have no sample, and densities learned from other classes order them
+wrongly: blocks of ended sessions stayed and blocks of new sessions were evicted."""
 
 
 class Visit(NamedTuple):
@@ -71,7 +71,7 @@ class Retention:
         weights: Weights | None = None,
         first_samples: int = 0,
     ) -> None:
-        """`first_samples` are learned before `is_trained`."""
+        """`is_trained` becomes true after `first_samples` samples."""
         self._first_samples = first_samples
         self._history = History(block_tokens, max(1, piece_tokens // block_tokens))
         self._samples = HazardSamples()
@@ -84,8 +84,8 @@ class Retention:
             self.hazards.bias += _TRUST * (weights.bias - self.hazards.bias)
             self.hazards.weights += _TRUST * (weights.features - self.hazards.weights)
         self.closed = self.hazards.add_fixed(-1.0)
-        """The class of runs that will not be used again, as their client said. Its density is
-        below all others."""
+        """The class of runs that will not be used again, according to their client. Its density
+        is below all others."""
         self.version = 0
         self.now = 0.0
         self.watch: Callable[[Visit], None] | None = None
@@ -94,9 +94,10 @@ class Retention:
         self._learned = 0
         self._unseen = 0
         self._fresh = 0
-        """Classes with densities of their own; the other classes use those of their kind."""
+        """Number of classes with densities of their own; the later classes use those of their
+        kind."""
         self.unknown = self._class_of(UNKNOWN)
-        """The class of a run about which no request has said anything."""
+        """The class of a run that no finished request has marked."""
 
     @property
     def is_trained(self) -> bool:
@@ -119,7 +120,7 @@ class Retention:
         per, known = self._history.blocks_per_piece, self._classes
         watched = self._learned < _MANY or self._visits & 1
         if finished.hint is not None and finished.hint.closed:
-            # That a session with a hint does not return says nothing about sessions without a
+            # A session with a hint that does not return is no evidence about sessions without a
             # hint.
             watched = False
         for past in seen.runs:

@@ -52,7 +52,7 @@ class HazardSamples:
         return self._base + len(self._born) - 1
 
     def came_back(self, number: int, now: float) -> None:
-        """The run was used again for the first time."""
+        """Record that the run `number` was used again; only the first time counts."""
         at = number - self._base
         if at >= 0 and self._age[at] == _NEVER:
             self._age[at] = now - self._born[at]

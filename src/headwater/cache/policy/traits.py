@@ -20,7 +20,8 @@ _HALF_OUTPUTS = _NUM_OUTPUTS // 2 + 1
 _TRUNK, _PARTIAL, _PARTIAL_AGAIN, _FIRST_USE = range(4)
 _NUM_KINDS = _FIRST_USE + len(_USES)
 
-# Feature 0 means "none". Then one range for each trait, and for kind by growth and by output.
+# Feature 0 means "none". Each trait has a range; so has each pair (kind, growth) and (kind,
+# output).
 _TURN = 1 + _NUM_KINDS
 _RELATION = _TURN + len(_TURNS)
 _GROWTH = _RELATION + 3
@@ -114,7 +115,8 @@ def features_of(traits: int) -> tuple[int, ...]:
 
 
 def _hint_number(hint: Hint | None) -> int:
-    """What a hint says about the time of return. Closed sessions have no class."""
+    """The bucket of the time of return that a hint gives. A hint that closes the session counts
+    as no hint here, because closed runs have a fixed class."""
     if hint is None or hint.closed:
         return _NO_HINT
     if hint.returns_in_s is None:
@@ -123,4 +125,4 @@ def _hint_number(hint: Hint | None) -> int:
 
 
 UNKNOWN = Traits(1, Relation.FIRST, None, 0).used(1)
-"""Traits of a run about which no request has said anything."""
+"""Traits of a run that no finished request has marked."""
