@@ -61,7 +61,7 @@ class _AdmissionResult(Enum):
     it is old; see `pacing`."""
 
     NEXT = auto()
-    """A later step starts it, and everything behind it: this step is full of short prompts."""
+    """A later step starts it and those behind it: it would make this step much longer."""
 
     LOADING = auto()
     """It waits for blocks that are being loaded from a lower tier."""
@@ -85,18 +85,17 @@ def admits(*, num_needed: int, num_available: int, num_growth: int, num_running:
 
 _WAITERS_PER_PLACE = 4
 """Maximum number of sequences that one step skips because they wait for a load or a prefix, for
-each sequence that may run.
-"""
+each sequence that may run."""
 
 _MAX_HELD = 32
 """Maximum number of long prompts that one step skips."""
 
 _NEAR_SHARE = 2
-"""What a waiting sequence would find is kept when it and those before it need at most one block in
-this many of device and host. With all of it, blocks kept for late ones push out earlier ones."""
+"""Cached blocks are kept for the first waiting sequences, which together need at most one in
+this many of all blocks. With more, later ones would evict blocks of earlier ones."""
 
 _NEAR_LOOKS = 16
-"""These sequences are searched again when one in this many has entered or left the queue."""
+"""These sequences are determined again when one in this many has entered or left the queue."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""
@@ -204,8 +203,8 @@ class Admission:
 
     def admit_invited(self, budget: StepBudget, now: float) -> None:
         """Give blocks to sequences whose prompt another instance computes. They need no tokens
-        of a step, so a step without tokens left does not delay them. They do not start before a
-        sequence that nothing may pass."""
+        of a step, so a step without tokens left does not delay them. None of them starts before
+        a sequence that no other sequence may pass."""
         table = self._table
         invited = [sequence for sequence in table.invited.values() if sequence.receives]
         if self.is_closed or not invited:
@@ -231,8 +230,9 @@ class Admission:
         return num_waiting
 
     def _keep_found(self, num_left: int, now: float) -> None:
-        """Make what sequences near the head of the queue would find the most recently used: under
-        overload they wait longer than the cache keeps it. A load in flight pins what it reads."""
+        """Make the cached blocks that sequences near the head of the queue would find the most
+        recently used: under overload they would be evicted before those sequences start. A
+        sequence with a load in flight is skipped, because the load keeps its blocks."""
         waiting = self._table.waiting
         num_changes = waiting.version - self._near_version
         if not num_left or num_changes * _NEAR_LOOKS < self._num_near:
@@ -279,7 +279,7 @@ class Admission:
         budget: StepBudget | None = None,
     ) -> _AdmissionResult:
         """Admit `sequence` if there is room for it and it has nothing to wait for. `budget` is
-        what it computes its first chunk with; None if another instance computes it."""
+        the step that computes its first chunk; None if another instance computes the prompt."""
         if sequence.prefix_source is not None and still_waits_for_prefix(sequence, now):
             return _AdmissionResult.AWAITING_PREFIX
         load = sequence.load
@@ -331,8 +331,8 @@ class Admission:
         return _AdmissionResult.HELD if self._is_held(sequence, num_found, budget) else None
 
     def _is_held(self, sequence: Sequence, num_found: int, budget: StepBudget) -> bool:
-        """Whether `sequence` would exceed the number of long prompts. A prompt that the step
-        finishes is not long. A preempted sequence was admitted before and is never held."""
+        """Whether `sequence` would be one long prompt too many. A prompt that the step finishes
+        is not long. A preempted sequence was admitted before and is never held."""
         prefilling = self._table.prefilling
         if len(prefilling) < MAX_UNFINISHED or sequence.num_preemptions:
             return False
@@ -340,8 +340,8 @@ class Admission:
         if budget.finishes(num_found, num_lacking):
             return False
         clock = self._totals.scheduled_prompt_tokens
-        # An old prompt waits for those that go before it, a young one for all of its class: the
-        # shorter ones that would pass it hold blocks too. Under overload all prompts are old.
+        # For an old prompt, only prefills computed before it count; for a young one its whole
+        # class, because shorter ones that would pass it hold blocks too.
         last: tuple[int, bool, float] = sequence.rank[0], True, inf
         if is_old(sequence, num_lacking, clock):
             last = prompt_place(sequence, num_lacking, clock)

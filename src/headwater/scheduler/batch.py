@@ -292,8 +292,9 @@ class StepBudget:
         cost: float = inf,
         short_tokens: float = inf,
     ) -> None:
-        """`cost` bounds what chunks cost together, in prompt tokens without context. The step
-        should have at most `short_tokens` tokens of short prompts, if it has no others."""
+        """`cost` bounds the total cost of the chunks, in tokens of a prompt without context.
+        The step should have at most `short_tokens` tokens of short prompts, if it has no
+        others."""
         self.num_tokens = num_tokens
         self.num_places = num_places
         self.cost = cost
@@ -327,8 +328,8 @@ class StepBudget:
         return num_tokens > self._short_tokens or num_keys > self._short_keys
 
     def hold_for_prefills(self, num_lacking: int) -> int:
-        """Reserve tokens for prefills that lack this many; the rest is for new sequences. At
-        least one part in `NEW_SHARE` of the step is left for them. Returns the argument of
+        """Reserve tokens for prefills that lack this many; the rest is for new sequences. New
+        sequences keep at least one part in `NEW_SHARE` of the step. Returns the argument of
         `release`."""
         most = int(min(self.num_tokens, self.cost))
         held = min(num_lacking, most - most // NEW_SHARE)

@@ -48,7 +48,7 @@ class BlockAllocator:
         return self._cache.version, self._cache.num_available
 
     def match(self, sequence: Sequence) -> Match | None:
-        """The cached prefix of its tokens; None without prefix caching.
+        """The cached prefix of the tokens of `sequence`; None without prefix caching.
 
         The last token is left out: it must be computed so that the next one can be sampled,
         unless another instance does that.
@@ -67,7 +67,8 @@ class BlockAllocator:
         return self._cache.config.device_blocks + self._cache.config.host_blocks
 
     def keep_found(self, sequence: Sequence, now: float) -> None:
-        """What `sequence` would find now becomes the most recently used, although it waits."""
+        """Make the cached blocks that the waiting `sequence` would find the most recently
+        used."""
         match = self.match(sequence)
         if match is not None:
             self._cache.refresh(match, now=now)
@@ -163,13 +164,15 @@ class BlockAllocator:
         sequence.note_committed(end)
 
     def commit_received(self, sequence: Sequence, num_received: int, now: float) -> None:
-        """Commit the first `num_received` blocks after its lease, which a peer sent completely."""
+        """Commit the first `num_received` blocks after the lease of `sequence`; a peer has sent
+        them completely."""
         end = (sequence.num_committed + num_received) * self._cache.block_tokens
         sequence.num_scheduled = sequence.num_computed = min(end, sequence.num_tokens)
         self.commit(sequence, now)
 
     def detach(self, sequence: Sequence, now: float) -> Slots:
-        """Release its lease and return the slots it holds; they belong to the caller."""
+        """Release the lease of `sequence` and return the slots it holds; they belong to the
+        caller."""
         lease = sequence.lease
         held = sequence.drop_blocks()
         if lease is not None:
@@ -181,7 +184,8 @@ class BlockAllocator:
         self._cache.free(slots)
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Release everything it has. No step in flight may use its slots."""
+        """Release the lease and the slots of `sequence`. No step in flight may use the
+        slots."""
         lease = sequence.lease
         held = sequence.drop_blocks()
         if lease is not None:
@@ -199,12 +203,14 @@ class BlockAllocator:
             self._cache.free(held)
 
     def save(self, sequence: Sequence) -> None:
-        """Offload its committed blocks to a lower tier, if there is one."""
+        """Queue the committed blocks of `sequence` to be written to the host, if there is a
+        host tier."""
         if sequence.lease is not None:
             self._cache.save(sequence.lease)
 
     def usage(self, sequence: Sequence, match: Match | None, now: float) -> Usage:
-        """How much of its prompt was cached, and where; taken at its first admission."""
+        """How much of the prompt of `sequence` was cached, and where. Called at its first
+        admission."""
         found = sequence.num_computed
         block_tokens, load = self._cache.block_tokens, sequence.load
         tiers = (sequence.num_committed, 0, 0)

@@ -56,8 +56,8 @@ class SchedulerConfig:
     them."""
 
     prefix_wait_timeout_s: float = 2.0
-    """Longest wait for a prefix that another instance computes and sends. A prefill here has no
-    such limit: it lasts no longer than computing the prefix again."""
+    """Longest wait for a prefix that another instance computes and sends. A wait for a prefill
+    of this instance has no limit, because computing the prefix again would not be faster."""
 
     load_policy: LoadPolicy = "priced"
     """Default for requests: what to do about blocks on the host or in storage."""

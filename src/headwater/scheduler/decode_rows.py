@@ -55,7 +55,8 @@ _FIELDS = (*_COUNTERS, *_LIMITS, "num_settled", "entry")
 class ProgressArrays:
     """The counters of many sequences: one array per counter, one column per sequence.
 
-    A column is used again when its sequence has left. `entry` tells the users of a column apart.
+    A column is used again when its sequence has left. `entry` distinguishes the sequences that
+    have had a column.
     """
 
     num_scheduled: Counts

@@ -39,8 +39,8 @@ def decode_only_steps(
         return DecodeOnly(0)
     until_s = inf
     if admission.has_candidates and table.num_running < config.max_num_seqs:
-        # A waiting sequence is looked at in every step. That changes nothing only while the
-        # inputs of the last look, which admitted nothing, are still the same.
+        # Every step examines the waiting sequences. This changes nothing only while the inputs
+        # are those of the last step that examined them and admitted none.
         if not admission.is_futile:
             return DecodeOnly(0)
         until_s = admission.recheck_s

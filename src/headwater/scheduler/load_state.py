@@ -34,8 +34,8 @@ class MeasuredRates:
     """Speed of loads from storage to host."""
 
     offload_blocks_s: float | None = None
-    """Blocks per second from device to host, in the fastest job so far: the mean of a CPU's small
-    copies says more about waiting threads than about the link."""
+    """Blocks per second from device to host, in the fastest job so far. On a CPU, the mean over
+    small copies would mostly measure waiting threads."""
 
 
 class LowerTierMatch(NamedTuple):
@@ -308,7 +308,7 @@ class OverlappedLoad:
         return self.load.target_slots
 
     def hold(self, num_tokens: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
-        """The chunk was collected."""
+        """Keep the result of the collected chunk until the load has ended."""
         self.num_tokens, self.token, self.logprobs = num_tokens, token, logprobs
 
 

@@ -290,7 +290,7 @@ class KVLoader:
 
     def _needs_answer(self, load: SequenceLoad, match: Match, longest: int) -> bool:
         """Whether a load may be chosen if storage has all the blocks that memory lacks. If not,
-        its answer is not worth a wait, not even of one step."""
+        the sequence does not wait for the answer of storage, not even for one step."""
         if load.policy == "best_effort":
             return False
         host = match.host_blocks
@@ -336,8 +336,8 @@ class KVLoader:
         )
 
     def _patience_s(self, sequence: Sequence, load: SequenceLoad, match: Match) -> float:
-        """Longest wait that is worth it. By price: twice the time to compute the missing tokens
-        or twice the expected time of the load, whichever is longer."""
+        """How long `sequence` may wait. Under the policy `priced`: twice the time to compute
+        the missing tokens or twice the expected time of the load, whichever is longer."""
         if load.policy == "wait":
             return inf
         speed = self.rates.prefill_tokens_s

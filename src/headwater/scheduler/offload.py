@@ -1,7 +1,7 @@
 """Copies that no sequence waits for: writes to lower tiers, and prefetch of expected sessions.
 
-Both are planned between steps, each within its own bound. A block that is being written is
-pinned, so it cannot be evicted or reused meanwhile.
+Both are planned between steps, each within its own bound. No slot that a write reads is used
+again before the write ends.
 
 Prefetch brings a session that announced its return up one tier, shortly before that time. It uses
 only spare room: no request waits, the blocks would be admitted by the rule that admits requests,
@@ -29,7 +29,7 @@ _OFFLOAD_SHARE = 8
 several requests that end in one step, which are otherwise evicted unwritten."""
 
 _OFFLOAD_STEPS = 2
-"""This many blocks may also be written at once: what this many steps compute. Writes are
+"""As many blocks as this many steps compute may also be in flight to the host. Writes are
 planned once per step, so a smaller number could not keep up."""
 
 _MAX_OFFLOAD_S = 0.25
@@ -72,8 +72,8 @@ class OffloadPlanner:
         return plans
 
     def limit_to(self, blocks_s: float | None) -> None:
-        """The link to the host writes up to `blocks_s` blocks per second; None before the first
-        write."""
+        """Limit the writes in flight to the host, given that the link writes up to `blocks_s`
+        blocks per second; None before the first write."""
         if blocks_s is not None:
             most = max(int(_MAX_OFFLOAD_S * blocks_s), 1)
             self._limits[Tier.HOST] = min(self._most_to_host, most)

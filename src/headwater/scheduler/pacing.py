@@ -28,9 +28,10 @@ NEW_SHARE = 4
 """One part in this many of a step's prompt tokens is for sequences that have not begun yet."""
 
 MAX_UNFINISHED = 4
-"""With this many prompts that are computed over several steps, further long prompts wait, because
-they hold blocks. Shorter prompts pass them. An old prompt, or one of a higher priority class,
-waits only for this many that go before it, so a few more may be computed at once."""
+"""While this many prompts are computed over several steps, further long prompts wait, because
+each prompt in progress holds blocks. Shorter prompts pass them. For an old prompt, or one of a
+higher priority class, only the prompts that are computed before it count, so a few more may be
+in progress at once."""
 
 CONTEXT_TOKENS = 32768
 """Number of preceding tokens that doubles the cost of a token, because attention reads them.
@@ -52,7 +53,7 @@ _CHUNK_STEP = 64
 
 GRAPH_CHUNK_TOKENS = 256
 """Maximum number of tokens of chunks that a GPU computes as decode rows, in a captured graph.
-Up to about here a product is bound by reading the weights."""
+Up to about this many, a matrix product takes as long as reading the weights."""
 
 GRAPH_CHUNK_KEYS = 1 << 16
 """Maximum number of keys that such rows may read. Reading them takes a tenth of the step of a

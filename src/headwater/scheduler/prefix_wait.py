@@ -63,7 +63,7 @@ def starts_prefix_wait(
 
 
 def lend_place(waiter: Sequence, block_tokens: int, prompt_clock: int) -> None:
-    """The prefill that `waiter` waits for, if any, is computed when `waiter` would be."""
+    """Let the prefill that `waiter` waits for, if any, be computed when `waiter` would be."""
     source = waiter.prefix_source
     if source is None or source.state is not SequenceState.PREFILL:
         return

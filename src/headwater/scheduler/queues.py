@@ -241,7 +241,8 @@ class SequenceTable:
         self.waiting.push(sequence)
 
     def move(self, sequence: Sequence, state: SequenceState) -> None:
-        """Change its state and move it to the list of that state. FINISHED is final."""
+        """Change the state of `sequence` and move it to the list of that state. FINISHED is
+        final."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
             self.invited.pop(sequence.request_id, None)

@@ -70,7 +70,7 @@ class Handoffs:
         self._table.move(sequence, SequenceState.REMOTE)
 
     def invite(self, sequence: Sequence) -> None:
-        """Queue it for admission, so that it gets slots to receive its prompt."""
+        """Queue `sequence` for admission, so that it gets slots to receive its prompt."""
         sequence.receives = True
         self._table.move(sequence, SequenceState.WAITING)
         self._table.invited[sequence.request_id] = sequence
@@ -84,7 +84,8 @@ class Handoffs:
         usage: Usage,
         now: float,
     ) -> None:
-        """Its whole prompt is in its slots: commit it, and decode from `token` on.
+        """The whole prompt of `sequence` is in its slots: commit it, and decode from `token`
+        on.
 
         `usage` is the prompt usage of the instance that computed it, and is reported to the
         client. The statistics of this instance count its own cache.
@@ -98,8 +99,8 @@ class Handoffs:
         self._reschedule()
 
     def compute_here(self, sequence: Sequence, num_received: int, now: float) -> None:
-        """Compute it here after all. Blocks received completely are committed, and matched when
-        it starts."""
+        """Compute `sequence` here after all. Blocks received completely are committed, and
+        matched when it starts."""
         sequence.receives = False
         if sequence.state is SequenceState.RECEIVING:
             if num_received:
@@ -110,7 +111,7 @@ class Handoffs:
         self._reschedule()
 
     def decline(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End it with finish reason `refused`, so that another instance is tried."""
+        """End `sequence` with finish reason `refused`, so that another instance is tried."""
         self.outputs.append(
             SequenceOutput(sequence.request_id, [], [], finish_reason="refused", detail=reason)
         )
@@ -126,7 +127,8 @@ class Handoffs:
                 self._finish(sequence, "returned", now)
 
     def quarantine(self, sequence: Sequence, lease: int, now: float) -> None:
-        """Take its slots away, and let no sequence use them until `free_quarantined`."""
+        """Take the slots of `sequence` away, and let no sequence use them until
+        `free_quarantined`."""
         if len(held := self._blocks.detach(sequence, now)):
             self.quarantined[lease] = held
 
@@ -138,11 +140,11 @@ class Handoffs:
             self._reschedule()
 
     def pin(self, sequence: Sequence) -> None:
-        """Keep its blocks, even when it has finished, until `unpin`."""
+        """Keep the blocks of `sequence`, even when it has finished, until `unpin`."""
         sequence.num_pins += 1
 
     def unpin(self, sequence: Sequence, now: float) -> None:
-        """A hand-off no longer reads its blocks."""
+        """A hand-off no longer reads the blocks of `sequence`."""
         sequence.num_pins -= 1
         if sequence in self._table.departing and not sequence.is_kept:
             self._table.departing.remove(sequence)

@@ -145,7 +145,8 @@ class Request:
     declined."""
 
     can_return: bool = False
-    """Whether the caller can continue it on another instance if it waits too long to resume."""
+    """Whether the caller can continue the request on another instance if it is preempted and
+    waits too long to resume."""
 
     num_resumed_tokens: int = 0
     """How many of the last `tokens` are resumed output, sampled on another instance. They count

@@ -111,7 +111,8 @@ class Preemption:
                 self._preempt(self._table.choose_victim(), now)
 
     def release(self, victim: Sequence, now: float) -> None:
-        """Commit its full blocks, release all, and queue it to resume."""
+        """Commit the full blocks of `victim`, release all its blocks, and queue it to
+        resume."""
         self._table.leave_rows(victim)
         if victim.num_computed >= victim.commit_at:
             self._blocks.commit(victim, now)

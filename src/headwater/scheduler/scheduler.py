@@ -158,7 +158,8 @@ class Scheduler:
         self._results.finish(sequence, "abort", now)
 
     def pause(self) -> None:
-        """Stop admitting new sequences. Running ones go on, and resume when they are preempted."""
+        """Stop admitting new sequences. Running sequences continue, and preempted ones may
+        still resume."""
         self._admission.is_paused = True
 
     def resume(self) -> None:
@@ -182,7 +183,7 @@ class Scheduler:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no sequence is unfinished after it started, and nothing is in flight."""
+        """Whether every sequence that started has finished, and nothing is in flight."""
         table = self._table
         return not (
             table.num_running
@@ -271,8 +272,8 @@ class Scheduler:
         return self._start_step(rows, singles, chunks)
 
     def advance(self, result: StepResult | None, *, now: float) -> StepOutputs:
-        """Apply `result`, that of the oldest step in flight, and return the outputs. `result`
-        is None if no step was collected.
+        """Apply `result`, the result of the oldest step in flight, and return the outputs.
+        `result` is None if no step was collected.
 
         Blocks are committed here, because the step that filled them is done. Blocks that a peer
         filled are committed by `handoffs` when they have arrived. No other place commits.
