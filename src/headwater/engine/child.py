@@ -1,7 +1,7 @@
 """Child processes of the supervisor. They are started as programs, never forked.
 
-Each child has one end of a socket pair as its standard input. Messages are lines of JSON. The
-end of the socket tells each side that the other process is gone, however it died.
+Each child has one end of a socket pair as its standard input. Messages are lines of JSON. A
+closed socket tells each side that the other process has ended, whatever the cause.
 """
 
 import asyncio

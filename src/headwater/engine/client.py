@@ -142,7 +142,7 @@ class ControlCall(Generic[R]):
 
 @dataclass(frozen=True)
 class Pause(ControlCall[None]):
-    """Stop admitting requests; running ones go on."""
+    """Stop admitting requests; running requests continue."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class ResetCache(ControlCall[ResetReport]):
 
 @dataclass(frozen=True)
 class CloseSession(ControlCall[bool]):
-    """A session has ended. The reply says whether it was known."""
+    """End a session. The reply is whether the session was known."""
 
     session_id: str
     cache_salt: str

@@ -70,7 +70,7 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Requests in, tokens out, one step at a time."""
+    """Takes requests and returns tokens, one step at a time."""
 
     step_timeout_s = 600.0
     """Longest wait for the device. After that the engine is considered dead."""
@@ -161,7 +161,7 @@ class EngineCore:
         self._scheduler.abort(request_id, now=now)
 
     def pause(self) -> None:
-        """Stop admitting new requests; running ones go on."""
+        """Stop admitting new requests; running requests continue."""
         self._scheduler.pause()
 
     def resume(self) -> None:

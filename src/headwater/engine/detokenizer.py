@@ -37,7 +37,8 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ) -> None:
-        """`prompt` is the text before: its end decides whether a leading space is written."""
+        """`prompt` are the tokens before the output: the last ones decide whether the output
+        begins with a space."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens

@@ -95,8 +95,8 @@ class EngineProcess:
         return f"the engine process ended with {describe_exit(code)}"
 
     async def is_running(self, within_s: float) -> bool:
-        """Whether the process answers. A long step does not prevent that; a stopped process
-        does."""
+        """Whether the process answers. It answers during a long step too, but not when it is
+        stopped."""
         self._pong.clear()
         self._send(wire.Ping())
         with contextlib.suppress(TimeoutError):

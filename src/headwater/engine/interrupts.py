@@ -12,7 +12,8 @@ from types import FrameType
 
 
 class Interrupts:
-    """While it is entered, SIGINT waits for `check`, `open` or the end.
+    """Inside its `with` statement, an interrupt (SIGINT) waits for `check`, for `open`, or for
+    the end of the statement.
 
     It does nothing outside the main thread, because Python delivers signals only there.
     """
@@ -42,7 +43,8 @@ class Interrupts:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While entered, interrupts take effect at once. For sleeping."""
+        """Inside its `with` statement, interrupts take effect at once. The loop sleeps
+        there."""
         self._is_open = True
         try:
             self.check()

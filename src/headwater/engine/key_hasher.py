@@ -21,8 +21,8 @@ class KeyHasher:
         self._thread.start()
 
     def hash_ahead(self, path: TokenPath) -> None:
-        """Compute the keys of all full blocks of `path`, which remembers them. Cached blocks have
-        theirs already. On the loop's thread; returns at once."""
+        """Compute the keys of all full blocks of `path`, which remembers them. Cached blocks
+        have their keys already. Called on the loop's thread; returns at once."""
         if not self._cache.recall_keys(path):
             self._prompts.put((self._cache.scheme, path))
 

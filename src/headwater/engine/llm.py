@@ -68,7 +68,8 @@ class Completion:
 
 
 class OfflineEngine:
-    """Answers batches of prompts. One thread; blocks until all are answered."""
+    """Answers batches of prompts for one thread. A call returns when all its prompts are
+    answered."""
 
     def __init__(
         self,

@@ -31,7 +31,8 @@ MaskWords = NDArray[np.int32]
 """One bit per token, 32 in a word, lowest bit first."""
 
 _SLOW_S = 0.003
-"""A grammar whose mask takes longer gets its own thread from then on."""
+"""A mask that takes longer is not made in the group from then on, but by the threads for slow
+masks."""
 
 _GRACE_S = 0.002
 """Longest wait for masks when the step has ended and other rows wait."""
@@ -133,8 +134,8 @@ class MaskWorkers:
         for row in rows:
             state = self._state(row)
             # A mask that was late in an earlier step may be ready now and is not made again.
-            # Otherwise a group that always takes longer than a step waits would never be in
-            # time.
+            # Otherwise a group that always takes longer than a step waits for masks would never
+            # be in time.
             if state.needs_own_thread(row.output) or state.is_for(row.output):
                 begun |= self._begin_alone(row, state)
                 apart.append((row, state))

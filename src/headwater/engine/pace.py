@@ -12,19 +12,19 @@ from headwater.scheduler.pacing import CONTEXT_TOKENS, StepCosts
 from headwater.transfer.mover import Mover
 
 _MEMORY = 0.9
-"""Weight that remains of a step after each later one."""
+"""Factor by which the weight of a step decays with each later step."""
 
 _PREFILL_SHARE = 4
 """A step with this many tokens per row measures how fast prompts are computed."""
 
 
 _COST_MEMORY = 0.8
-"""Weight that remains of a step's cost after each later step of its kind."""
+"""Factor by which the weight of a step's cost decays with each later step of its kind."""
 
 _SLOWER_MEMORY = 0.97
-"""Weight that remains of a decode step's cost after a step that took longer than expected. A
-step is measured when it is collected, and the host collects late when it launches the kernels
-of another step. Such delays only add time, so the estimate follows slow steps slowly."""
+"""The same factor for a decode step that took longer than expected. A step is measured when it
+is collected, and the host collects late when it launches the kernels of another step. Such
+delays only add time, so the estimate follows slow steps slowly."""
 
 _MAX_CHANGE = 4.0
 """A step that took longer than this many times its estimate counts as this many times: one slow

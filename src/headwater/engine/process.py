@@ -129,8 +129,8 @@ def run_engine(build: Build, address: str) -> int:
 class SupervisorLine:
     """The socket to the supervisor: orders come in, reports go out.
 
-    The supervisor waits for this process before it closes the socket. So an end of the socket
-    means that the supervisor died, and this process ends at once, whatever it is doing.
+    The supervisor waits for this process before it closes the socket. So a closed socket shows
+    that the supervisor died, and this process ends at once, whatever it is doing.
     """
 
     def __init__(self, address: str) -> None:

@@ -1,9 +1,9 @@
 """Text to token ids and back, and chat messages to a prompt; no torch, no transformers.
 
 Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of a model directory.
-Templates come with models, so they run in Jinja's sandbox. A template that fails is the request's
-fault. Everything here is safe to call
-from several threads at once: nothing is changed after construction.
+Templates come with models, so they run in Jinja's sandbox. A request whose messages make the
+template fail is refused. Everything here is safe to call from several threads at once: nothing
+is changed after construction.
 """
 
 import json

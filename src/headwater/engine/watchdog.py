@@ -23,8 +23,8 @@ late; and the longest time between two checks, so that a lost rank is noticed so
 """
 
 _NOTICE_S = 5.0
-"""Time that a step gets to fail by itself after a rank is lost. Collectives between CPUs fail
-at once; those between GPUs wait for ever.
+"""When a rank is lost, a step gets this long, from its beginning, to fail by itself.
+Collectives between CPUs fail at once; those between GPUs wait for ever.
 """
 
 

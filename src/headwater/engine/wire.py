@@ -100,7 +100,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class EngineFailed(msgspec.Struct, tag="failure", frozen=True):
-    """Engine to supervisor: the engine could not start, or its loop ended. Its last message."""
+    """Engine to supervisor: the engine could not start, or its loop ended. It is the last
+    message of the process."""
 
     kind: str
     sentence: str
@@ -111,7 +112,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
 
 
 class InfoChanged(msgspec.Struct, tag="info", array_like=True, frozen=True):
-    """Engine to supervisor: other weights are served from now on."""
+    """Engine to HTTP workers: other weights are served from now on."""
 
     info: EngineInfo
 
