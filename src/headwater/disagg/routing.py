@@ -1,9 +1,9 @@
 """Routing policies: each chooses an instance for a request. Pure.
 
-`cache_aware` is load-capped affinity by uncached work. The cost of an instance is the work
-before the first token, plus a small part of the work that it got recently. An instance that got
-much more than its share is not chosen. Affinity alone would send everything to the instance
-that has the system prompt.
+`cache_aware` prefers the instance with the least uncached work, up to a cap on its load. The
+cost of an instance is the work before the first token, plus a small part of the work that it
+got recently. An instance that got much more than its share is not chosen. Affinity alone would
+send everything to the instance that has the system prompt.
 """
 
 import math
@@ -29,9 +29,9 @@ avoid."""
 
 
 BACKLOG_TOKENS = 65_536
-"""Prompt tokens waiting on a prefill instance above which decode instances compute prompts
-themselves. It is two or three seconds of work of a large instance; a longer wait is not worth a
-hand-off."""
+"""If a prefill instance has over this many prompt tokens more to compute than the decode
+instance, the decode instance computes the prompt itself. A large instance computes these tokens
+in two or three seconds; a hand-off is not worth a longer wait."""
 
 
 class Trust(Enum):

@@ -1,1 +1,2 @@
-"""How blocks move between instances: `tcp`, `shm` and `mooncake`, behind one interface."""
+"""How blocks move between instances: `tcp`, `shm`, `cuda` and `mooncake`, behind one
+interface."""

@@ -43,7 +43,7 @@ _NOT_MAPPED = (PushFailure.UNREACHABLE, PushFailure.REFUSED)
 
 
 def machine_id() -> str:
-    """Names this kernel and network namespace. Empty if the system does not tell."""
+    """An id of this kernel and network namespace; empty on systems that do not report them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         network = Path("/proc/self/ns/net").stat().st_ino
@@ -107,7 +107,7 @@ class AutoReceiver:
             if first is None:
                 self._closed[event.lease] = event
         if first is None:
-            # A link also closes a lease by itself, where it could not keep a block.
+            # A link may also close a lease by itself, when it cannot store a block.
             self.fence(event.lease)
             return
         num_bytes = first.num_bytes + event.num_bytes

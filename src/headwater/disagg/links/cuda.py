@@ -84,7 +84,7 @@ class CudaAcceptor:
         return session, DeviceInbound(peer, validity, largest)
 
     def close(self) -> None:
-        """Releases the listening socket."""
+        """Nothing to do: the receiver closes the listening socket."""
 
 
 class CudaDialer:

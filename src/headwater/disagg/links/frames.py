@@ -10,9 +10,10 @@ All fields are little-endian. Frames are numbered from 0 without gaps. The MAC i
 the frame's other fields and its pieces. Its key comes from the handshake, so a frame of another
 connection is not accepted.
 
-Where the checksum of a block is depends on the link. On `tcp` it follows the block. With staging
-memory (`mooncake`) it is in the piece. On `shm` there is none: nothing is transmitted, and the
-cell is the word in `frame_validity` instead. Checksums are those of the storage codec.
+Where the checksum of a block is depends on the link. On `tcp` it follows the block. With
+staging memory (`mooncake`) it is in the piece. On `shm` and `cuda` there is none: no block is
+transmitted, and the cell is the word in `frame_validity` instead. Checksums are those of the
+storage codec.
 """
 
 import hashlib

@@ -93,7 +93,7 @@ class HostReader(BlockMemory, Protocol):
     """Blocks on a device that may be able to read main memory of a peer."""
 
     def can_map_host(self) -> bool:
-        """Whether it is able to."""
+        """Whether this device can read main memory of a peer."""
 
     def map_host(self, memory: memoryview) -> PeerBlocks:
         """Let this device read a peer's main memory, which is mapped here read-only. It stays

@@ -2,9 +2,9 @@
 
     open ── begin_write … end_write ──▶ fenced ── the last write ends ──▶ closed
 
-A write is the blocks of one frame on their way into slots. A lease is not closed while a write is
-in progress. A write checks `stopped` at least once per tick and then writes no more. A block that
-has been received is never written again.
+A write is the blocks of one frame on their way into slots. A lease is not closed while a write
+is in progress. A write checks `stopped` at least once per tick and ends when it is true. A
+block that has been received is never written again.
 """
 
 from collections.abc import Sequence

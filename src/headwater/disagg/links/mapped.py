@@ -112,7 +112,7 @@ def _connect_locally(name: str, timeout_s: float) -> Stream:
 
 
 def check_user(stream: Stream) -> None:
-    """Share memory only with processes of the same user or of root."""
+    """Malformed unless the peer runs as the same user or as root."""
     raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user not in (os.getuid(), 0):
@@ -150,7 +150,8 @@ def offered_memory(
 ) -> Iterator[tuple[int, int, PeerFrameValidity]]:
     """The descriptor and size of the memory that a sender offers, and its validity words.
 
-    The block maps the memory. The descriptor is closed afterwards; Malformed if it is of no use.
+    The body of the `with` statement maps the memory; afterwards the descriptor is closed.
+    Malformed if nothing usable was passed.
     """
     raw, files = _receive_files(stream, check_wait)
     try:

@@ -11,7 +11,7 @@ moves 2.4 GB/s in pieces of 1 MiB and 0.13 GB/s in pieces of 4 KiB. A write that
 after it was reused fails its checksum at the receiver.
 
 The engine does not authenticate and listens on every interface, whatever host it is given: a
-process that reaches its ports can write to this process. Keep it behind a firewall.
+process that reaches its ports can write to this process. Put the ports behind a firewall.
 """
 
 import mmap

@@ -1,8 +1,8 @@
 """The receiving end of every link: connections, frames, verification, answers.
 
 One thread accepts connections, and one serves each connection. Links differ in where a frame's
-payload is; that part is an `Inbound`. A peer that breaks the protocol is disconnected, and no
-other peer is affected.
+payload is; each link has its own `Inbound` for this. A peer that breaks the protocol is
+disconnected, and no other peer is affected.
 """
 
 import contextlib
@@ -171,8 +171,8 @@ class StreamReceiver:
                 if self._closed.is_set():
                     stream.close()
                     continue
-                # Closing the oldest one, and not this one: a stranger that keeps many
-                # connections open must not keep senders out.
+                # Close the oldest one and not this one: a stranger that keeps many connections
+                # open must not keep senders out.
                 if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
                     oldest = self._unauthenticated.pop(next(iter(self._unauthenticated)))
                 self._unauthenticated[stream] = stream
@@ -348,7 +348,7 @@ class _Connection:
 
 
 def _failure(arriving: ArrivingBlocks) -> PushFailure | None:
-    """Why the blocks of a frame that has ended are not all there; None if they are."""
+    """Why not all blocks of a finished frame were received; None if all were."""
     if len(arriving.good) == len(arriving.new):
         return None
     return PushFailure.FENCED if arriving.stopped else PushFailure.DAMAGED

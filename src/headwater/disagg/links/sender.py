@@ -2,7 +2,7 @@
 
 One thread sends and checks deadlines; one thread for each connection receives answers. A
 connection is made when it is needed, and again after it broke. Links differ in how a frame's
-payload travels; that part is an `Outbound`.
+payload is sent; each link has its own `Outbound` for this.
 """
 
 import logging
@@ -62,7 +62,8 @@ class Outbound(Protocol):
         that the peer takes from then on must not count."""
 
     def close(self) -> None:
-        """The connection has ended. Threads that use it may still have to notice."""
+        """Release what the connection used: it has ended, but threads that use it may not have
+        noticed yet."""
 
 
 class Dialer(Protocol):

@@ -78,11 +78,12 @@ class ShmAcceptor:
         return session, DeviceInbound(peer, validity, max(FRAME_BYTES, block_bytes))
 
     def close(self) -> None:
-        """Releases the listening socket."""
+        """Nothing to do: the receiver closes the listening socket."""
 
 
 class ShmInbound:
-    """Payloads in the slots of the sender; copies them into ours, whose only writer it is."""
+    """Payloads in the slots of the sender. Copies them into slots of this instance, to which
+    nothing else writes."""
 
     def __init__(
         self, memory: memoryview, validity: PeerFrameValidity, block_bytes: int

@@ -40,8 +40,8 @@ class FrameCredits:
 
     @contextmanager
     def held_by(self, frame_number: int) -> Iterator[int | None]:
-        """The credit of a frame, which cannot be released inside the block; None if it has
-        none."""
+        """The credit of a frame, which cannot be released inside the `with` statement; None if
+        the frame has no credit."""
         with self._changed:
             yield self._taken.get(frame_number)
 
@@ -97,7 +97,7 @@ class CellInbound:
             if arriving.views[credit] is not None:
                 arriving.copy(credit, self._memory[at : at + piece.num_bytes])
                 arriving.verify(credit, piece.checksum)
-            # Also past a block that was received before: its bytes are in the cell, too.
+            # Also for a block that was received before: its bytes are in the cell, too.
             at += piece.num_bytes
         return 0
 
@@ -105,4 +105,4 @@ class CellInbound:
         return 0
 
     def close(self) -> None:
-        """The memory belongs to the link."""
+        """Nothing to do: the memory belongs to the link."""

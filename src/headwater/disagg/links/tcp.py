@@ -62,7 +62,7 @@ class TcpAcceptor:
         return handshake.accept(), TcpInbound(stream, self._max_bytes)
 
     def close(self) -> None:
-        """Closes the listening socket."""
+        """Nothing to do: the receiver closes the listening socket."""
 
 
 class TcpInbound:

@@ -57,7 +57,7 @@ class HandshakeTerms(NamedTuple):
     """What both ends must agree on."""
 
     link: str
-    """`tcp`, `shm`, `mooncake`, or `peer` for control connections."""
+    """`tcp`, `shm`, `cuda`, `mooncake`, or `peer` for control connections."""
 
     token: bytes
     block_bytes: int

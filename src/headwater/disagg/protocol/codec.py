@@ -3,7 +3,7 @@
     body   json bytes 4 · json · tokens as little-endian int32 (in a Start only)
 
 A field that is missing, unknown or of the wrong type makes the message `Malformed`. Decoding
-guesses nothing and builds no object that the message does not name.
+never guesses a value and creates only objects of the types listed here.
 """
 
 import json

@@ -146,8 +146,8 @@ class DecodeHandoff:
         if self.is_over:
             return _NEVER
         if self.state in (DecodeState.CLOSING, DecodeState.FAILING):
-            # Only the fence is waited for. The other deadlines may have passed: with one of
-            # them here, the loop would not sleep until the fence has ended.
+            # In these states only the end of the fence is awaited. Other deadlines may have
+            # passed: if one were returned here, the loop would not sleep before that end.
             return self._fence_end_s
         return min(
             self._expires_s,
@@ -224,7 +224,7 @@ class DecodeHandoff:
             return self._settle(num_bytes, blocks, now)
         if (
             self.state is DecodeState.RECEIVING
-        ):  # closed without a fence: the receiver could not keep a block that had arrived
+        ):  # closed without a fence: the receiver could not store a block that had arrived
             return self._recompute(blocks, now)
         if self.state is not DecodeState.FAILING:
             return []

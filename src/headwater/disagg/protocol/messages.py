@@ -167,7 +167,7 @@ class HandoffDone:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """D to P: I do not need it any more."""
+    """D to P: end the hand-off; I do not need its result any more."""
 
     handoff: int
     reason: Reason

@@ -79,8 +79,8 @@ class BlockReceived(NamedTuple):
 class LeaseClosed(NamedTuple):
     """The lease is closed: no byte is written to its slots from now on. The last event of a lease.
 
-    It follows a fence, or comes by itself if the receiver could not keep a block that had
-    arrived.
+    It follows a fence, or is reported without one if the receiver could not store a block that
+    had arrived.
     """
 
     lease: int

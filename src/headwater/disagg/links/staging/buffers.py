@@ -49,8 +49,8 @@ class Buffers:
             return taken
 
     def await_one(self, timeout_s: float, is_over: Callable[[], bool]) -> int | None:
-        """One buffer; waits for it. None after `timeout_s`, or when `is_over` says so; it is
-        asked again after `wake`."""
+        """Wait for one buffer and return it; None after `timeout_s`, or when `is_over` returns
+        true. Each `wake` makes the waiting thread call `is_over` again."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or is_over(), timeout_s)
             return self._free.pop() if self._free and not is_over() else None

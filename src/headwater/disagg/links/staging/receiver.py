@@ -153,7 +153,8 @@ class StagedReceiver:
             lease = self._leases.get(number)
             if lease is None or lease.closed is None or lease.num_copying:
                 return
-            # From here on only this thread closes the lease: others do not find it any more.
+            # From here on only this thread closes the lease: other threads do not find it any
+            # more.
             del self._leases[number]
         left = [self._staging.take_buffer(virtual_slot) for virtual_slot in lease.virtual_slots]
         self._buffers.give_back([buffer for buffer in left if buffer is not None])

@@ -75,7 +75,8 @@ class StagedLinks:
         return self._connect(address, self._deliver)
 
     def _can_map(self, link: str) -> bool:
-        """Buffers for `shm` are made as they are needed."""
+        """Whether a peer can map the blocks by this kind of link: always by `shm`, because its
+        buffers are made when they are needed."""
         return link == "shm" or (self._device is not None and self._device.file is not None)
 
     def _listen(self, link: str, deliver: Deliver) -> Receiver:
@@ -137,7 +138,8 @@ class StagedLinks:
 
 @contextmanager
 def _closing_unless_made(buffers: Buffers) -> Iterator[None]:
-    """Free the buffers if creating their user failed."""
+    """Close the buffers if the body of the `with` statement fails, because then nothing owns
+    them."""
     try:
         yield
     except BaseException:
