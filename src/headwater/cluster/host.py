@@ -147,8 +147,8 @@ class LocalHost:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self.assigns_gpus = False
-        # This process never writes to it. When this process dies, its end is closed, and the
-        # children notice.
+        # This process never writes to the pipe. When this process dies, its end is closed, and
+        # the children notice.
         self._lifeline, self._held = os.pipe()
 
     def start(self, process: ProcessSpec, run: int, tell: Tell) -> RunningProcess:

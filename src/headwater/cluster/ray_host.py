@@ -1,9 +1,9 @@
 """Runs instances on nodes of a Ray cluster: one actor for each instance, with `headwater serve`
 as its child.
 
-Ray only places and watches. Tokens and KV blocks never pass through it. When a node is lost,
-its actors are gone; the supervisor then starts their instances again, and Ray places them on
-other nodes.
+Ray only places and watches the processes. Tokens and KV blocks never pass through Ray. When a
+node is lost, its actors are gone; the supervisor then starts their instances again, and Ray
+places them on other nodes.
 """
 
 import importlib

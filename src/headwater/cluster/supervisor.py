@@ -166,7 +166,7 @@ class ClusterSupervisor:
         member.running = host.start(member.process, member.run, self.tell)
 
     def _drain(self, member: Member) -> None:
-        """Ask it to finish its requests; it is killed when that takes too long."""
+        """Ask `member` to finish its requests; kill it if that takes too long."""
         if member.running is None:
             self._ended(member)
             return
