@@ -3,9 +3,9 @@
     step  = launch + max(weights + experts, token × tokens) + pair × pairs + row × rows + context × KV read
     copy  = latency + bytes / bandwidth, the bandwidth shared by the copies of one link
 
-`experts` is the expected number of experts that these tokens use. `pairs` are (token, token
-before it) pairs of the prompts being computed: attention grows with the square of a prompt.
-Decoding rows read the KV of all their tokens; `KV read` counts those.
+`experts` is the time to read the experts that these tokens are expected to use. `pairs` are
+(token, token before it) pairs of the prompts being computed: attention grows with the square of
+a prompt. Decoding rows read the KV of all their tokens; `KV read` counts those.
 """
 
 from collections.abc import Mapping

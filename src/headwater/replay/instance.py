@@ -86,8 +86,8 @@ class SimInstance:
         return (match.device_blocks + match.host_blocks) * self.cache.block_tokens
 
     def give(self, number: int, request: TraceRequest, now: float, served: SimRequest) -> None:
-        """A request arrives at `now`. Its prompt is computed by the instance that `served`
-        names."""
+        """A request arrives at `now`. If another instance computes its prompt, `served.prefill`
+        names that instance."""
         if not self.core.has_work:
             self.wake(now)
         name = RequestId(str(number))

@@ -22,7 +22,8 @@ class Delivery:
 
     end_s: float
     busy_s: float
-    """Seconds since it began to move, without waiting in line."""
+    """Seconds from the time at which the link began to carry it; the wait in line does not
+    count."""
 
 
 Arrive = Callable[[Delivery], None]
@@ -86,7 +87,8 @@ class SharedLink:
         heappush(self._moving, (end, self._num_begun, self._now_s, arrive))
 
     def _through_s(self) -> float:
-        """When the first moving copy is carried, if no other starts or ends."""
+        """When all bytes of the first moving copy are carried, if no other copy starts or
+        ends."""
         left = max(self._moving[0][0] - self._served, 0.0)
         return self._now_s + left * len(self._moving) / self.cost.bytes_s
 

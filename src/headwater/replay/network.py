@@ -149,10 +149,11 @@ class SimSender:
         endpoint.link.start(num_bytes, arrive, now=endpoint.clock.now())
 
     def extend(self, lease: int, deadline_s: float) -> None:
-        """Simulated pushes have no deadline."""
+        """Nothing to do: simulated pushes have no deadline."""
 
     def cancel(self, lease: int) -> None:
-        """A push that has begun arrives; it is refused if its lease is fenced by then."""
+        """Nothing to do: a push that has begun arrives, and fails if its lease is fenced by
+        then."""
 
     def close(self) -> None:
         return None

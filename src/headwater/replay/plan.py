@@ -142,7 +142,7 @@ def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Poi
 
 
 def value_of(point: Point) -> float:
-    """The value to maximise: goodput with an SLO, otherwise the inverse of TTFT p99."""
+    """The value to maximise: goodput with an SLO, otherwise the negative of TTFT p99."""
     slo = point["slo"]
     if slo is not None:
         return float(slo["goodput_requests_per_s"])

@@ -28,7 +28,7 @@ class SimRequest:
     """The other instance that computes its prompt; empty if there is none."""
 
     uncached_tokens: int = 0
-    """Expected cost for the instance that computes its prompt."""
+    """Prompt tokens that the instance which computes its prompt is expected to compute."""
 
     work: Work | None = None
     """The work of an instance, which includes this request until its first token."""

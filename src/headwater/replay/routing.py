@@ -22,7 +22,7 @@ class SimRoute:
     prefill: SimInstance | None
     uncached_tokens: int
     moved_tokens: int = 0
-    """Tokens handed off to `server`, as far as known."""
+    """Prompt tokens that `server` lacks and gets by the hand-off; 0 without a hand-off."""
 
     @property
     def worker(self) -> SimInstance:

@@ -28,9 +28,8 @@ class Times:
 
 
 class TimeSeries:
-    """The samples of one owner of state. A sample gets the state at its time. So the owner
-    calls `fill` whenever its state is about to change, or has changed because time has
-    passed."""
+    """The samples of one owner of state. The owner calls `fill` at each event; all samples that
+    are due then get the same state."""
 
     def __init__(self, times: Times) -> None:
         self._times = times
@@ -38,8 +37,8 @@ class TimeSeries:
         self._next_s = times.start_s
 
     def fill(self, now: float, row: Callable[[], Row]) -> None:
-        """Fill the samples before `now` that are not filled yet with `row`, the state until
-        `now`."""
+        """Fill the samples up to `now` that are not filled yet with the state that `row`
+        returns."""
         if now < self._next_s:
             return
         taken = row()
