@@ -91,8 +91,8 @@ def run_cluster(options: Namespace) -> int:
 
 
 def _only_cluster() -> str:
-    """The cluster that a command without a name means. Raises ConfigError when several run, so that
-    no command reaches the wrong one."""
+    """The cluster to which a command without a name is sent. Raises ConfigError when several
+    run, so that no command reaches the wrong one."""
     from headwater.cluster.control import running_clusters
 
     running = running_clusters()

@@ -155,8 +155,8 @@ def _summary(pairs: list[tuple[DemoTurn, DemoTurn]]) -> str:
 
 @contextmanager
 def _server(console: Console) -> Iterator[str]:
-    """The address of a server with the built-in model. The server is stopped when the block is
-    left."""
+    """The address of a server with the built-in model. The server is stopped at the end of the
+    `with` statement."""
     command = [sys.executable, "-m", "headwater", "serve", "--port", "0"]
     with TemporaryFile("w+") as log:
         process = subprocess.Popen(

@@ -11,8 +11,8 @@ from typing import Self
 
 
 class PressedKeys:
-    """Within its `with` block, a terminal on standard input delivers each key at once. Without
-    a terminal, `wait` only waits."""
+    """Inside its `with` statement, a terminal on standard input delivers each key at once.
+    Without a terminal, `wait` only waits."""
 
     def __init__(self) -> None:
         self._pause = Event().wait

@@ -90,7 +90,7 @@ def _names(entry: Mapping[str, Any], state: str) -> tuple[str, str, Text]:
 
 
 def _cells(entry: Mapping[str, Any]) -> dict[str, str]:
-    """A lost instance's last report is old, so it is not shown."""
+    """The cells of one row. The last report of a lost instance is old, so it is not shown."""
     report, load = entry["report"], entry["load"]
     seen = {"blocks": f"{entry['known_blocks']:,}", "seen ago": _seen(entry)}
     if entry["state"] == "lost":

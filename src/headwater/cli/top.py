@@ -192,7 +192,7 @@ class ServerWatcher:
         self._points: deque[dict[str, Any]] = deque(maxlen=_MAX_POINTS)
 
     def look(self) -> None:
-        """Ask it once. Points that are here already are not asked for again."""
+        """Ask the server once, for its state and for the points that are not here yet."""
         self._now = self._client.stats()
         last_s = self._points[-1]["unix_s"] if self._points else 0.0
         history = self._client.history(last_s)
