@@ -184,7 +184,7 @@ class MooncakeCeiling:
         self._store.batch_remove([f"ceiling{n}" for n in range(count)], True)
 
     def close(self) -> None:
-        """Nothing to do: the store belongs to its backend."""
+        """End the threads; the store belongs to its backend."""
         self._threads.shutdown()
 
 

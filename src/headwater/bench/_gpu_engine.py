@@ -47,7 +47,7 @@ def require_gpu() -> None:
 
 
 def gpu_name() -> str:
-    """The name of the GPU, as its driver says it."""
+    """The name of the GPU, as its driver reports it."""
     return str(torch.cuda.get_device_name(DEVICE))
 
 

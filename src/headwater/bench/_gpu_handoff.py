@@ -297,7 +297,7 @@ def _attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]
     began_s = clock.now()
     try:
         found = measure()
-    except Exception as error:  # noqa: BLE001 -- told, and the other links are measured
+    except Exception as error:  # noqa: BLE001 -- reported, and the other links are measured
         traceback.print_exc()
         found = {"failed": repr(error)}
     seconds = clock.now() - began_s

@@ -155,7 +155,7 @@ def _prefill(shape: str) -> None:
         try:
             _serve(handoff_engine(model), asked["link"])
             _say({"stopped": True})
-        except Exception as error:  # noqa: BLE001 -- told, and the other links are measured
+        except Exception as error:  # noqa: BLE001 -- reported, and the other links are measured
             _say({"failed": repr(error)})
 
 

@@ -39,7 +39,8 @@ class Far:
 
 @contextmanager
 def far_process(*words: str) -> Iterator[Far]:
-    """Start the other process with these arguments; it ends when the `with` block is left."""
+    """Start the other process with these arguments; it ends at the end of the `with`
+    statement."""
     command = [sys.executable, "-m", "headwater.bench._gpu_handoff_far", *words]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

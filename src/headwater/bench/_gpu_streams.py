@@ -14,7 +14,7 @@ _SKIPPED = 4
 
 
 def blocks_for(clients: int) -> int:
-    """Device blocks for this many clients, including what ended requests leave behind."""
+    """Device blocks for this many clients, and as many for cached blocks of ended requests."""
     each = -(-(PROMPT + OUTPUT) // BLOCK_TOKENS) + 1
     return clients * each * 2 + 64
 

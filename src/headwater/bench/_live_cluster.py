@@ -58,8 +58,8 @@ class LiveCluster:
 def live_cluster(
     flags: Sequence[str], *, wrapper: Sequence[str] = (), variables: Mapping[str, str] = {}
 ) -> Iterator[LiveCluster]:
-    """`headwater up` with `flags` on free ports, until the block is left. `wrapper` is put in
-    front of the command, for limits of the operating system."""
+    """`headwater up` with `flags` on free ports, until the end of the `with` statement.
+    `wrapper` is put in front of the command, for limits of the operating system."""
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
         log = Path(folder) / "log"

@@ -129,8 +129,8 @@ class _MallocUsage(ctypes.Structure):
 
 
 def _fill_numpy_cache() -> None:
-    """Let NumPy keep all the freed buffers that it ever keeps. Each size that occurs for the first
-    time would otherwise add to them for hours."""
+    """Fill NumPy's cache of freed buffers. Otherwise each size that occurs for the first time
+    would add to the cache, for hours."""
     for size in range(1, _NUMPY_SIZES):
         buffers = [np.empty(size, dtype=np.uint8) for _ in range(_NUMPY_KEPT)]
         del buffers

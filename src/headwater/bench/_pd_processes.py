@@ -260,7 +260,7 @@ def _two_mixed() -> Iterator[tuple[PDInstance, PDInstance]]:
 
 @contextmanager
 def _serving(place: int, token: str, flags: list[str]) -> Iterator[PDInstance]:
-    """One server on one core, until the block is left."""
+    """One server on one core, until the end of the `with` statement."""
     cores = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "headwater", "serve", "--port", "0", "--threads", "1"]
     command += ["--num-gpu-blocks-override", "2048", *flags]

@@ -122,7 +122,8 @@ def running(
 
 @contextmanager
 def alone(server: RunningServer, servers: Sequence[RunningServer]) -> Iterator[None]:
-    """Stop the other servers until the block is left: an idle engine may spin on its core."""
+    """Stop the other servers until the end of the `with` statement: an idle engine may spin on
+    its core."""
     others = [other for other in servers if other is not server]
     for other in others:
         os.killpg(other.group, signal.SIGSTOP)
@@ -135,7 +136,7 @@ def alone(server: RunningServer, servers: Sequence[RunningServer]) -> Iterator[N
 
 @contextmanager
 def client_pinned() -> Iterator[None]:
-    """Leave the first core to the engine, until the block is left."""
+    """Leave the first core to the engine until the end of the `with` statement."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, _cores()[1])
     try:

@@ -56,7 +56,8 @@ def _documents(rng: np.random.Generator, number: Iterator[int]) -> Iterator[Trac
 
 
 def _scans(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceRequest]:
-    """Seven of eight long prompts are never seen again; chats continue between them."""
+    """Seven of eight sessions are one long prompt that is never seen again; the others are
+    chats."""
     once = _Habit(every_s=0.5, think_s=1.0, leaves=1.0, opens=30.0)
     chat = _Habit(every_s=3.5, think_s=40.0, leaves=0.2, opens=6.0)
     return _merged(_sessions(rng, number, once), _sessions(rng, number, chat))

@@ -1,9 +1,9 @@
 """Storage media that can be stopped: they accept connections and answer nothing, until they
 continue without loss.
 
-A file system is stopped in two ways, because neither stops everything. A held lock blocks each
-process that creates a slab or looks for slabs of others. Unanswered fanotify events block each
-process that opens or reads a file; this needs CAP_SYS_ADMIN.
+A file system is stopped in two ways, because neither alone stops everything. A held lock blocks
+each process that creates a slab or looks for slabs of others. Unanswered fanotify events block
+each process that opens or reads a file; this needs CAP_SYS_ADMIN.
 """
 
 import ctypes

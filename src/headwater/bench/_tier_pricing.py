@@ -1,4 +1,5 @@
-"""A grid of simulated scenarios: does pricing loads cost a first token anywhere?
+"""A grid of simulated scenarios: is a first token later in any of them because loads are
+priced?
 
 Each session has two requests. Between them its blocks leave the device, to the host or to a
 file. The first token of the second request is measured with the load policies `priced`, `wait`

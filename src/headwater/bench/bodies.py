@@ -177,7 +177,7 @@ def _send(target: LiveProcess, path: str, body: bytes) -> int:
 
 
 class _HealthProbe:
-    """Asks for the health of a server while its `with` block runs."""
+    """Asks for the health of a server until the end of its `with` statement."""
 
     def __init__(self, target: LiveProcess) -> None:
         self.delays_s: list[float] = []

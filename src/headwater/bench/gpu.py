@@ -94,7 +94,7 @@ def _attempt(parts: GpuParts, part: str, options: Namespace) -> None:
         else:
             result[part] = parts.measures()[part]() or result[part]
         status = "failed" if part in result["failed"] else "done"
-    except Exception:  # noqa: BLE001 -- told, and the other parts are run
+    except Exception:  # noqa: BLE001 -- reported, and the other parts are run
         traceback.print_exc()
         result["failed"].append(part)
         status = "failed"
