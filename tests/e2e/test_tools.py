@@ -84,9 +84,8 @@ def test_streamed_calls_are_the_whole_ones(client):
     ) as stream:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_completion().choices[0]
-    assert kinds.count("tool_calls.function.arguments.delta") > 4 * len(
-        whole.message.tool_calls
-    )
+    # On a busy machine one event has the tokens of several steps, so only a lower bound is certain.
+    assert kinds.count("tool_calls.function.arguments.delta") >= len(whole.message.tool_calls)
     assert [(c.function.name, c.function.arguments) for c in streamed.message.tool_calls] == [
         (c.function.name, c.function.arguments) for c in whole.message.tool_calls
     ]

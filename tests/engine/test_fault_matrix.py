@@ -273,7 +273,8 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
 
     server.start()
     for number in range(1000):
-        if storage_of(engine).breaker == "closed":
+        storage = storage_of(engine)
+        if storage.breaker == storage.write_breaker == "closed":
             break
         serve(engine, f"back {number}", f"back {number}", PROMPT)
     serve(engine, "back", "back", PROMPT)
