@@ -245,6 +245,31 @@ def test_one_key_does_not_starve_another():
     asyncio.run(scenario())
 
 
+def test_a_cancelled_request_is_never_granted_a_place():
+    """Requests are cancelled in the turn in which a place becomes free; others still enter."""
+
+    async def scenario():
+        share = FairShare(1)
+
+        async def ask():
+            async with share.enter("many", 1.0, 1):
+                await asyncio.sleep(3600)
+
+        tasks = [asyncio.create_task(ask()) for _ in range(4)]
+        await asyncio.sleep(0)
+        for task in tasks[:3]:  # the first runs, the others wait
+            task.cancel()
+        results = await asyncio.gather(*tasks[:3], return_exceptions=True)
+        assert [type(result) for result in results] == 3 * [asyncio.CancelledError]
+        assert share._running == {"many": 1}
+        tasks[3].cancel()
+        await asyncio.gather(tasks[3], return_exceptions=True)
+        assert not share._running
+        assert not share.num_waiting
+
+    asyncio.run(scenario())
+
+
 def test_shares_are_proportions():
     """A key with three times the share has three times as many sequences in the engine."""
 

@@ -48,6 +48,9 @@ class FairShare:
         while self._waiting:
             key = min(self._waiting, key=lambda name: self._running[name] / self._shares[name])
             num_sequences, granted = self._waiting[key][0]
+            if granted.cancelled():  # its request has ended and has not left the queue yet
+                self._remove(key, granted)
+                continue
             total = self._running.total()
             if total and total + num_sequences > self._max_sequences:
                 return
