@@ -29,8 +29,8 @@ def test_every_result_file_is_shown():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_result_file_says_where_its_figures_come_from(file):
-    """It has the command, machine, date, and the measured commit or the commit that recorded
-    them."""
+    """A result file has the command, machine, date, and the measured commit or the commit that
+    recorded them."""
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["command"]
     assert result["machine"]

@@ -460,6 +460,6 @@ def test_the_number_of_model_families_is_the_real_one():
     ],
 )
 def test_statements_that_are_too_strong_are_in_no_page(wrong):
-    """They were tried by a user and did not hold."""
+    """A user tried these statements, and they did not hold."""
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
         assert wrong not in words_of(page).lower(), page

@@ -102,7 +102,7 @@ def test_every_flag_has_its_default_in_one_place():
 
 
 def test_flags_reach_the_settings():
-    """This holds for known spellings and their aliases."""
+    """Known spellings of flags and their aliases reach the settings."""
     options = parse(
         "folder",
         *("--port", "0", "--block-size", "32", "--max-model-len", "1000", "--threads", "2"),
@@ -275,7 +275,8 @@ def test_the_version_is_that_of_the_package():
 
 
 def test_tier_flags_become_settings():
-    """This holds for every spelling of the host tier, and for a backend's settings as JSON."""
+    """Every spelling of the host tier's flag, and a backend's settings as JSON, become
+    settings."""
     options = parse(
         *("--kv-offloading-size", "2.5", "--write-policy", "write_back", "--no-save-preempted"),
         *("--load-policy", "deadline", "--load-timeout", "0.5"),
@@ -311,7 +312,7 @@ STORED = ["--swap-space", "1", "--kvcache-storage-backend", "file"]
     ],
 )
 def test_impossible_tiers_are_refused(flags, sentence):
-    """They are refused before anything is loaded, with a message to act on."""
+    """Impossible tiers are refused before anything is loaded, with a message to act on."""
     with pytest.raises(ConfigError, match=sentence):
         engine_config(parse(*flags))
 

@@ -42,7 +42,7 @@ def test_the_gpu_image_copies_what_there_is_and_serves_on_a_gpu():
 
 
 def test_the_health_check_asks_the_port_and_the_path_that_are_served():
-    """It is the cheap check without a key, at the default port."""
+    """The check of the image is the cheap one without a key, at the default port."""
     port = build_parser().parse_args(["serve"]).port
 
     assert f"http://127.0.0.1:{port}/health" in DOCKERFILE

@@ -18,7 +18,7 @@ def test_the_page_lists_every_error():
 
 @pytest.mark.parametrize("error", collect(), ids=lambda e: f"{e.module}: {e.message[:40]}")
 def test_a_message_is_a_plain_sentence(error):
-    """It is long enough to say what happened and what to do, in plain words."""
+    """A message is long enough to say what happened and what to do, in plain words."""
     assert len(error.message) >= 15
     assert not RIDDLES.search(error.message)
 

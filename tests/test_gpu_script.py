@@ -88,7 +88,7 @@ def test_parts_run_in_the_order_in_which_they_are_named():
 
 
 def test_a_part_that_does_not_fit_is_passed_over():
-    """The next shorter one is run; one whose files are missing waits for them."""
+    """A shorter part is run instead; a part whose files are missing waits for them."""
     long = GpuPart(name="long", needs_s=100, limit_s=300)
     files = GpuPart(name="files", needs_s=40, limit_s=60)
     short = GpuPart(name="short", needs_s=10, limit_s=30, after="files")
@@ -120,7 +120,8 @@ def test_targets_of_parts_without_a_file_are_not_measured(tmp_path, capsys):
 
 
 def test_every_table_is_recorded_from_results(tmp_path):
-    """Each has as many cells in a row as columns, the commit, and its targets."""
+    """Each recorded table has as many cells in a row as columns, the commit, and its
+    targets."""
     folder, target = tmp_path / "out", tmp_path / "results"
     folder.mkdir()
     target.mkdir()
@@ -169,7 +170,7 @@ def test_every_gpu_page_is_recorded_by_the_script():
     ],
 )
 def test_a_part_that_proves_nothing_is_not_recorded(tmp_path, changes, reason):
-    """Its table stays as it is, and a line says why."""
+    """The table of such a part stays as it is, and a line says why."""
     write(tmp_path, "json", **changes)
     target = tmp_path / "results"
     target.mkdir()

@@ -117,7 +117,7 @@ def test_the_last_report_of_a_lost_instance_is_not_shown(capsys, monkeypatch):
 
 
 def test_a_server_with_its_own_ca_is_watched(capsys, monkeypatch, tmp_path):
-    """This needs --ssl-ca-certs; without it the error names the flag."""
+    """Watching such a server needs --ssl-ca-certs; without it the error names the flag."""
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.chdir(tmp_path)
     assert main(["certs", "certs", "router"]) == 0

@@ -42,7 +42,8 @@ def test_up_refuses_invalid_flags_and_starts_nothing(flags, words, capsys):
 def test_a_command_without_a_name_means_the_only_cluster_that_runs(
     tmp_path, monkeypatch, capsys
 ):
-    """With two of them it is refused and names both, so that `down` never stops the wrong one."""
+    """While two clusters run, the command is refused and names both, so that `down` never stops
+    the wrong one."""
     monkeypatch.setenv("HEADWATER_STATE", str(tmp_path))
     stopped = []
 

@@ -17,7 +17,7 @@ from tests.cache.naive import NaiveLru
 
 @pytest.mark.slow
 def test_json_has_the_promised_keys(capsys):
-    """It prints one JSON object on standard output, and nothing else."""
+    """With --json the command prints one JSON object on standard output, and nothing else."""
     assert main(["bench", "cache", "--quick", "--requests", "50", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)

@@ -29,7 +29,8 @@ KEYS = {
 
 @pytest.mark.slow
 def test_json_has_the_promised_keys(capsys):
-    """It prints one JSON object; a shared prefix hits with a cache, and not without one."""
+    """The command prints one JSON object; a shared prefix hits with a cache, and not without
+    one."""
     flags = ["--quick", "--json", "--concurrency", "2", "--workloads", "shared-prefix"]
     assert main(["bench", "serve", *flags, "--output-tokens", "4"]) == 0
 

@@ -11,7 +11,8 @@ from headwater.cli import main
 
 @pytest.mark.slow
 def test_json_has_the_promised_keys(capsys):
-    """It prints one JSON object on standard output with every tier and every direction."""
+    """The command prints one JSON object on standard output with every tier and every
+    direction."""
     assert main(["bench", "tiers", "--quick", "--pairs", "1", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)

@@ -205,7 +205,8 @@ def test_a_write_looks_at_few_of_many_queued_nodes(monkeypatch):
 
 
 def test_every_queued_node_is_written_though_the_queue_changes_meanwhile():
-    """More nodes than are looked at together, some of them with a write in flight."""
+    """The queue has more nodes than are looked at together, and some of them have a write in
+    flight."""
     cache = make_stored(device_blocks=2_000, host_blocks=2_000)
     for number in range(300):
         serve(cache, make_path(number, number + 1_000))
@@ -287,7 +288,7 @@ def test_check_notices_every_bound_that_is_broken(monkeypatch):
 
 
 def test_a_session_whose_end_was_evicted_continues_with_what_is_left():
-    """Its hint still applies to the leading blocks that are cached."""
+    """The hint of the session still applies to the leading blocks that are cached."""
     cache = make_cache(4)
     path = make_path(1, 2, 3)
     for end_block in (2, 3):

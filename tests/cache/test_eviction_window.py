@@ -199,7 +199,8 @@ def test_a_few_committed_blocks_wait_for_the_end_of_their_request():
 
 
 def test_a_queued_node_that_is_also_a_next_victim_is_written_once():
-    """It gets the only free slot; the rest of it is written when that job has ended."""
+    """One job writes as much of the node as the host has free slots for; the rest is written
+    when that job has ended."""
     cache = make_auto(device_blocks=4, host_blocks=4, write_ahead_blocks=4)
     finish(cache, make_path(7, 8, 9))
     write_down(cache)
@@ -212,7 +213,8 @@ def test_a_queued_node_that_is_also_a_next_victim_is_written_once():
 
 
 def test_victims_of_one_job_are_evicted_in_their_old_order():
-    """The next victim is the next victim again when its job has ended."""
+    """The block that would have been evicted first before the write is still evicted first when
+    the job has ended."""
     cache = make_auto(device_blocks=4, host_blocks=8, write_ahead_blocks=4)
     host = cache._host.pool.take(8)  # no free slot: blocks are written as next victims
     for number in (1, 2, 3, 4):
@@ -227,7 +229,8 @@ def test_victims_of_one_job_are_evicted_in_their_old_order():
 
 
 def test_a_burst_of_admissions_is_remembered_for_a_while():
-    """While the next bursts would evict everything, requests that end are written at once."""
+    """While bursts of admissions as large as the last one would evict everything, requests that
+    end are written at once."""
     cache = make_auto(device_blocks=64, host_blocks=64)
     window = cache._writes.window
     assert not window.has_everything
@@ -264,8 +267,8 @@ def test_a_request_that_ends_under_pressure_is_written_at_once():
 
 
 def test_a_request_that_ends_is_written_although_most_blocks_are_evictable():
-    """Few requests run, and the next bursts of admissions evict more than half of the device: all
-    that ended in the same step is written before them."""
+    """Few requests run, but the admissions of one step may evict more than half of the device,
+    so all that ended in the same step is written at once."""
     cache = make_auto(device_blocks=16, host_blocks=4)
     for number in range(4):
         finish(cache, make_path(100 + number))
@@ -337,8 +340,8 @@ def test_a_duplicate_above_host_blocks_leaves_the_host_last_of_the_duplicates():
 
 
 def test_a_block_that_is_used_during_its_write_is_not_evicted_first():
-    """It was a next victim when the write began; then a request used it, so the others are
-    older."""
+    """A block was the next victim when its write began. A request used it meanwhile, so other
+    blocks are evicted before it."""
     cache = make_cache(
         3, host_blocks=8, write_policy=WritePolicy.WRITE_BACK, write_ahead_blocks=1
     )

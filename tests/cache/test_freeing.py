@@ -146,7 +146,7 @@ def test_eviction_frees_exactly_the_requested_number(count, shape):
 
 
 def test_a_double_free_raises_and_changes_nothing():
-    """Lesson 7: it is an exception, not a log line, and nothing has changed."""
+    """Lesson 7: a double free is an exception, not a log line, and nothing has changed."""
     cache = make_cache(4)
     slots = cache.take(3, now=0.0)
     cache.free(slots[:1])

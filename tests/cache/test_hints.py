@@ -30,7 +30,8 @@ def make_room(cache, count, now=0.0):
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_closed_session_goes_first_under_every_policy(name):
-    """Its blocks are evicted before those of sessions that were used earlier."""
+    """The blocks of a closed session are evicted before those of sessions that were used
+    earlier."""
     cache = make_cache(device_blocks=8, eviction=name)
     for first, hint in ((1, None), (2, None), (3, CLOSED)):
         serve(cache, make_path(first, first + 10), f"s{first}", hint)

@@ -77,8 +77,8 @@ def test_a_reset_is_one_event():
 
 
 def test_events_are_true_whatever_happens_before_they_are_read():
-    """Another thread builds them later: the blocks may be gone by then, and others in their
-    place."""
+    """Another thread builds the events later: the blocks may be gone by then, and others in
+    their place."""
     cache = make_cache(device_blocks=6, record_events=True)
     keys = cache.keys(make_path(1, 2, 3), 3)
     serve(cache, make_path(1, 2, 3))

@@ -45,7 +45,8 @@ tokens = st.lists(st.integers(0, 1), max_size=12)
 @search(examples=300)
 @given(first=tokens, second=tokens)
 def test_prefixes_have_the_same_number_exactly_when_they_are_equal(first, second):
-    """This also holds for tokens that are all zero, and for paths of different length."""
+    """Equal prefixes have equal numbers and different ones do not, also for tokens that are all
+    zero, and for paths of different length."""
     numbers = Fingerprints(BLOCK, 1)
     mine = numbers.of(TokenPath(first), len(first) // BLOCK) if len(first) >= BLOCK else []
     theirs = numbers.of(TokenPath(second), len(second) // BLOCK) if len(second) >= BLOCK else []

@@ -94,7 +94,7 @@ def test_a_block_is_written_after_the_blocks_before_it():
 
 
 def test_a_parent_that_only_the_device_has_is_written_to_the_host_for_its_child():
-    """Otherwise its child would never be found in storage."""
+    """Without its parent, a child in storage would never be found."""
     cache = make_stored(write_ahead_blocks=1)
     serve(cache, make_path(1, 2))
     lease = cache.lease(cache.match(make_path(1)), owner="r", now=0.0)

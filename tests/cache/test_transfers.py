@@ -204,7 +204,8 @@ def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
 
 
 def test_a_path_whose_load_timed_out_is_not_the_next_victim():
-    """It was just asked for, so a path that was used before it is evicted first."""
+    """A request has just asked for the path, so another path that was used before is evicted
+    first."""
     cache = make_on_host()
     cache.finish_job(
         done(cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=1, now=0.0)), now=0.0
@@ -301,7 +302,7 @@ def test_no_orphans_below_a_block_that_is_gone():
 
 
 def test_a_block_is_not_attached_below_a_parent_that_left_the_device():
-    """It could never be found there, because a match walks from the root."""
+    """The block could never be found there, because a match walks from the root."""
     cache = make_on_host()
     serve(cache, make_path(1, 3))
     write_down(cache)

@@ -86,7 +86,7 @@ def test_mistakes_name_the_field(tmp_path, text, message):
 
 
 def test_a_dry_run_prints_every_command_line_and_refuses_unknown_flags(path, capsys):
-    """The real parser reads each of them; nothing is started."""
+    """The real parser reads each command line; nothing is started."""
     assert main(["up", "-f", str(path), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [

@@ -143,8 +143,8 @@ def test_routers_start_first_and_instances_register_at_them(cluster):
 
 
 def test_a_process_that_dies_is_started_again_later_each_time_and_then_stays_down(cluster):
-    """It is started again after 1 s and 2 s; after the third death within ten minutes it stays
-    down."""
+    """The process is started again after 1 s and 2 s; after its third death within ten minutes
+    it stays down."""
     for delay_s in (1.0, 2.0):
         cluster.host.runs("decode-1")[-1].end()
         cluster.until("decode-1", "restarting")
@@ -161,7 +161,7 @@ def test_a_process_that_dies_is_started_again_later_each_time_and_then_stays_dow
 
 
 def test_a_router_that_is_started_again_keeps_its_port(cluster):
-    """Clients and instances find it at the same address."""
+    """Clients and instances find the router at the same address."""
     cluster.host.runs("router")[-1].end()
     cluster.until("router", "restarting")
     cluster.clock.now_s += 2
@@ -171,7 +171,7 @@ def test_a_router_that_is_started_again_keeps_its_port(cluster):
 
 
 def test_scaling_starts_and_drains_instances(cluster):
-    """The highest numbers are drained; an unknown role is refused."""
+    """Instances with the highest numbers are drained; an unknown role is refused."""
     assert "decode-4" in {
         m["name"] for m in cluster.ask("scale", roles={"decode": 4})["members"]
     }
@@ -184,7 +184,7 @@ def test_scaling_starts_and_drains_instances(cluster):
 
 
 def test_a_drained_instance_stays_down(cluster):
-    """It is not started again; its exit does not count as a death."""
+    """A drained instance is not started again; its exit does not count as a death."""
     cluster.ask("drain", name="decode-2")
     cluster.until("decode-2", "stopped")
     assert len(cluster.host.runs("decode-2")) == 1
@@ -197,7 +197,7 @@ def test_a_drained_instance_stays_down(cluster):
 
 
 def test_a_rolling_restart_restarts_one_after_the_other_with_new_flags(cluster):
-    """Two of them are never down at the same time."""
+    """Two instances are never down at the same time."""
     spec = ClusterSpec(
         roles={"prefill": RoleSpec(count=1), "decode": RoleSpec(count=2)},
         flags={"max-model-len": 512},
@@ -214,7 +214,7 @@ def test_a_rolling_restart_restarts_one_after_the_other_with_new_flags(cluster):
 
 
 def test_a_process_that_ignores_the_drain_is_killed():
-    """It is killed some seconds after the longest drain time."""
+    """The process is killed some seconds after the longest drain time."""
     cluster = Cluster().start()
     cluster.host.ignores_stop = True
     cluster.ask("drain", name="decode-1")

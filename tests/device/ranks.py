@@ -35,7 +35,7 @@ _WAIT_S = 120.0
 
 
 class RankHarness:
-    """This process is rank 0; the others are its children."""
+    """Rank processes: the test process is rank 0; the others are its children."""
 
     def __init__(self, size: int, *, device: str = "cpu") -> None:
         """All ranks on one device."""

@@ -86,7 +86,8 @@ def test_a_broken_generation_config_gets_a_message(
 
 
 def test_the_generation_config_names_the_end(tmp_path: Path) -> None:
-    """It may name one id or several; without them, the model's own config is used."""
+    """The generation config may name one end id or several; without them, the model's own
+    config is used."""
     folder = make_llama(tmp_path / "model", SMALL, seed=0)
     path = folder / "generation_config.json"
     path.write_text('{"eos_token_id": [3, 5]}')
@@ -101,7 +102,8 @@ def test_the_generation_config_names_the_end(tmp_path: Path) -> None:
 
 
 def test_the_first_of_two_processes_that_make_the_model_wins(tmp_path: Path) -> None:
-    """The second one's work is dropped silently; the first one's folder is not touched."""
+    """The folder of the second process is dropped silently; that of the first is not
+    touched."""
     target = tmp_path / "model"
 
     with filled_whole(target) as slow:
@@ -114,7 +116,7 @@ def test_the_first_of_two_processes_that_make_the_model_wins(tmp_path: Path) -> 
 
 
 def test_the_cache_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is `HEADWATER_CACHE`, or the usual place in the home folder."""
+    """The cache folder is `HEADWATER_CACHE`, or the usual place in the home folder."""
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.delenv("HEADWATER_CACHE")

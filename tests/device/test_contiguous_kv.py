@@ -35,8 +35,8 @@ def pool_keys(pool: KVPool, slots: list[int], count: int) -> torch.Tensor:
 
 
 def test_a_new_buffer_is_a_copy_of_the_pool(pool: KVPool, buffers: ContiguousKV) -> None:
-    """It has all layers and heads of the tokens before this step, in position order (lesson
-    22)."""
+    """A new buffer has all layers and heads of the tokens before this step, in position order
+    (lesson 22)."""
     tables = np.array([[5, 2], [7, 0]])
 
     placed, end = buffers.place(NAMES, tables, np.array([7, 5]))
@@ -47,7 +47,7 @@ def test_a_new_buffer_is_a_copy_of_the_pool(pool: KVPool, buffers: ContiguousKV)
 
 
 def test_a_buffer_is_kept_from_step_to_step(pool: KVPool, buffers: ContiguousKV) -> None:
-    """It is not filled again: content that only the buffer has is still there."""
+    """The buffer is not filled again: content that only the buffer has is still there."""
     tables = np.array([[5, 2]])
     placed, _ = buffers.place(NAMES[:1], tables, np.array([7]))
     pool.mark_written(np.array([2]))
@@ -63,8 +63,8 @@ def test_a_buffer_is_kept_from_step_to_step(pool: KVPool, buffers: ContiguousKV)
 def test_a_buffer_that_cannot_be_proved_is_filled_again(
     pool: KVPool, buffers: ContiguousKV, change: str
 ) -> None:
-    """This happens after another write to a slot, with another slot, and after a missed step,
-    so no wrong block is read."""
+    """A buffer is filled again after another write to a slot, with another slot, and after a
+    missed step, so no wrong block is read."""
     tables = np.array([[5, 2]])
     placed, _ = buffers.place(NAMES[:1], tables, np.array([6]))
     buffers.advance(placed, tables, np.array([6]))
@@ -82,7 +82,7 @@ def test_a_buffer_that_cannot_be_proved_is_filled_again(
 
 
 def test_one_long_row_among_short_ones_is_left_out(buffers: ContiguousKV) -> None:
-    """Together, each row costs as much as the longest."""
+    """Each row that is attended in buffers costs as much as the longest of them."""
     contexts = np.array([100, 90, 8000, 110, 95])
 
     assert buffers.choose(contexts).tolist() == [True, True, False, True, True]

@@ -9,7 +9,8 @@ from headwater.device.counter_random import uniform
 
 @given(st.integers(), st.integers(min_value=0, max_value=2**31))
 def test_the_same_seed_and_position_give_the_same_number(seed: int, position: int) -> None:
-    """This holds alone and in a batch, for any integer seed; the number is never 1."""
+    """One seed and position give one number, alone and in a batch, for any integer seed; the
+    number is never 1."""
     alone = uniform([seed], np.array([position]))
     among = uniform([seed + 1, seed, 7], np.array([position, position, 0]))
 

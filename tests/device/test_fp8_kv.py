@@ -46,8 +46,8 @@ def reference(head: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_are_rounded_as_the_format_says(dtype: torch.dtype) -> None:
-    """This holds for heads of all magnitudes, with zeros, values at the edge of a scale, and
-    very small ones."""
+    """Rounding follows the definition of e4m3 for heads of all magnitudes, with zeros, values
+    at the edge of a scale, and very small ones."""
     generator = torch.Generator().manual_seed(1)
     sizes = 10.0 ** torch.arange(-4, 4).float()[:, None]
     heads = torch.randn((8, 24), generator=generator) * sizes
@@ -67,8 +67,8 @@ def test_heads_are_rounded_as_the_format_says(dtype: torch.dtype) -> None:
 
 
 def test_a_block_holds_numbers_and_scales_in_one_piece(fp8: LoadedModel) -> None:
-    """It holds twice the tokens of a 16-bit type, except for one byte per head, and has another
-    kv_format."""
+    """A number takes one byte, and the scale of each head and token one more; kv_format is not
+    that of a 16-bit type."""
     pool = Fp8KVPool(fp8, num_blocks=6, block_tokens=4)
     heads = 2 * fp8.num_layers * 4 * fp8.kv_heads
     keys, values = torch.randn(2, 5, fp8.kv_heads, fp8.head_dim).unbind(0)

@@ -32,8 +32,8 @@ def made(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 6, 8, 13, 200])
 @pytest.mark.parametrize(("width", "depth"), [(1, 3), (96, 40), (33, 1025), (100, 2048)])
 def test_products_agree(gemm: Gemm, op: int, rows: int, width: int, depth: int) -> None:
-    """This holds for whole tiles and panels, parts of them, and weights deeper than one
-    pass."""
+    """Compiled products equal those of torch for whole tiles and panels, parts of them, and
+    weights deeper than one pass."""
     x, weight = made(1, rows, depth), made(width, depth, seed=1) * depth**-0.5
     bias, other = made(width, seed=2), made(1, rows, width, seed=3)
     packed = gemm.pack(weight)
@@ -46,7 +46,7 @@ def test_products_agree(gemm: Gemm, op: int, rows: int, width: int, depth: int) 
 
 
 def test_a_row_does_not_depend_on_the_others(gemm: Gemm) -> None:
-    """The same bits alone and among others: batching cannot change a token."""
+    """A row has the same bits alone and among others: batching cannot change a token."""
     x, packed = made(21, 1500), gemm.pack(made(70, 1500, seed=1))
 
     together = gemm.multiply(x, packed, None, 70)
@@ -90,7 +90,7 @@ def test_threads_do_not_change_a_result(gemm: Gemm) -> None:
 def test_a_machine_without_a_compiler_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged, and there are no compiled products."""
+    """The missing compiler is logged, and there are no compiled products."""
 
     def fails(*_: object) -> None:
         raise subprocess.CalledProcessError(1, "cc")

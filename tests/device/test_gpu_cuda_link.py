@@ -68,7 +68,7 @@ def line_of(process: "subprocess.Popen[str]", begins: str) -> str:
 
 @pytest.mark.parametrize("link", ["cuda", "shm", "tcp"])
 def test_blocks_arrive_from_another_process_byte_for_byte(start: Start, link: str) -> None:
-    """They arrive in the slots of the lease, in any order of slots."""
+    """Blocks arrive in the slots of the lease, in any order of slots."""
     pool, log = make_pool(), EventLog()
     receiver = links_of(pool, log).listen(link)
     slots = [(7 * at + 5) % NUM_BLOCKS for at in range(NUM_BLOCKS)]
@@ -85,7 +85,8 @@ def test_blocks_arrive_from_another_process_byte_for_byte(start: Start, link: st
 def test_a_sender_killed_during_copies_leaves_right_blocks_and_frees_its_memory(
     start: Start, link: str
 ) -> None:
-    """After kill -9 its memory stays mapped until the connection is closed (lessons 53, 54)."""
+    """After kill -9 the sender's memory stays mapped until the connection is closed (lessons
+    53, 54)."""
     pool, log = make_pool(), EventLog()
     receiver = links_of(pool, log).listen(link)
     num_leases = 2000
@@ -152,7 +153,7 @@ def test_closing_a_connection_unmaps_the_peers_memory() -> None:
 
 
 def test_a_device_reads_main_memory_that_it_cannot_write() -> None:
-    """So blocks of a peer on this machine pass through no buffer of the receiver."""
+    """The device copies blocks of a peer on this machine without a buffer of the receiver."""
     pool, pages = make_pool(), SharedPages(4 * (2 << 20))
     blocks = CudaBlocks(pool)
     assert blocks.can_map_host()
@@ -166,7 +167,7 @@ def test_a_device_reads_main_memory_that_it_cannot_write() -> None:
 
 
 def test_memory_of_the_same_device_is_near() -> None:
-    """Then its frames are larger."""
+    """Memory of the receiver's own device is reported as near; such frames are larger."""
     pool = make_pool(seed=1)
     pages: Any = pool.pages
     peer = CudaBlocks(make_pool()).map_peer(pages.file, pages.num_bytes)

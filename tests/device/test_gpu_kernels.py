@@ -362,7 +362,8 @@ def test_gate_and_up(num_rows: int) -> None:
 
 
 def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:
-    """This holds for ties, infinities and rows without a number, in both dtypes (lesson 58)."""
+    """The first of the largest logits is chosen with ties, infinities and rows without a
+    number, in both dtypes (lesson 58)."""
     for dtype in (torch.float32, HALF):
         logits = torch.randn(6, 5000, device=DEVICE).to(dtype)
         logits[1, [7, 4000]] = 50.0

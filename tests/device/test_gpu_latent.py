@@ -143,7 +143,8 @@ def test_chunks_whole_and_in_parts(
 
 @pytest.mark.parametrize("pairs", list(RotaryPairs))
 def test_latents_are_normed_rotated_and_stored(pairs: RotaryPairs) -> None:
-    """This holds for each order of rotated elements; a token without a slot is not stored."""
+    """Stored latents are right for each order of rotated elements; a token without a slot is
+    not stored."""
     heads, latent, rotated, block_tokens = SHAPES[1]
     size, half = latent + rotated, rotated // 2
     tokens = 7

@@ -69,8 +69,8 @@ def make_request(name: str, tokens: list[int], **params: object) -> Request:
 
 
 def test_nothing_is_compiled_after_ready(core: EngineCore) -> None:
-    """This holds for prompts of random lengths, cached and not, alone and together, with every
-    kind of sampling."""
+    """No kernel is compiled for prompts of random lengths, cached and not, alone and together,
+    with every kind of sampling."""
     random = np.random.default_rng(5)
     before: list[int] = []
     for wave in range(6):

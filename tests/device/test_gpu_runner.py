@@ -40,8 +40,8 @@ def on_gpu(family: Callable[[str], Path]) -> LoadedModel:
 
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_tokens_equal_the_reference(name: str, family: Callable[[str], Path]) -> None:
-    """This holds for every family, with windows, soft-caps and sinks, decoded together and in
-    chunks."""
+    """Tokens equal those of the CPU for every family, with windows, soft-caps and sinks,
+    decoded together and in chunks."""
     reference, model = Reference(family(name)), load(family(name), device="cuda")
     driver = make_driver(model, block_tokens=4)
     long, short = prompt(41, seed=1), prompt(6, seed=2)
@@ -113,8 +113,8 @@ def test_short_chunks_run_as_decode_rows_and_change_nothing(
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_two_steps_in_flight_equal_one(on_gpu: LoadedModel, num_rows: int) -> None:
-    """The next input is carried on the device from the previous step, with rows in another
-    order."""
+    """The next input is carried on the device from the previous step, although the order of the
+    rows has changed."""
     one, two = make_driver(on_gpu), make_driver(on_gpu)
     plain = [one.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
     carried = [two.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
@@ -159,8 +159,8 @@ WAYS = [
 
 
 def test_sampling_is_that_of_the_cpu(on_gpu: LoadedModel, llama: LoadedModel) -> None:
-    """This holds for seeded, penalised, biased and plain rows in one batch, with two steps in
-    flight."""
+    """Seeded, penalised, biased and plain rows in one batch get the tokens of the CPU sampler,
+    with two steps in flight."""
     cpu, gpu = Driver(llama), make_driver(on_gpu)
     theirs = [
         cpu.add(prompt(8, seed=i), name=str(i), params=params) for i, params in enumerate(WAYS)

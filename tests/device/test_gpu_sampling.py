@@ -205,8 +205,8 @@ def test_a_logit_that_is_not_a_number_is_not_chosen(
 def test_the_bounds_of_each_parameter_choose_the_token_of_the_cpu(
     asked: dict[str, Any], scale: float
 ) -> None:
-    """This holds for settings at their limits, with equal logits and with logits near the
-    largest float."""
+    """Settings at their limits choose the token of the CPU, with equal logits and with logits
+    near the largest float."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3)) * scale
     params = [SamplingParams(**asked, seed=4), SamplingParams(**asked, seed=5)]
     histories = [np.arange(6, dtype=np.int32)] * 2
@@ -239,7 +239,8 @@ def test_counts_are_kept_on_the_device_from_step_to_step() -> None:
 
 
 def test_a_sequence_that_skipped_a_step_is_counted_anew() -> None:
-    """Its counts may include tokens that were dropped, so all are counted again."""
+    """The counts of the sequence may include tokens that were dropped, so all its tokens are
+    counted again."""
     vocab = 50
     logits = torch.zeros(1, vocab)
     logits[0, 7], logits[0, 8] = 2.0, 1.5

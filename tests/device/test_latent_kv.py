@@ -37,7 +37,8 @@ def truth(folder: Path) -> tuple[list[int], list[float]]:
 
 
 def test_a_token_takes_what_the_architecture_promises(model: LoadedModel) -> None:
-    """It takes one plane of latent and rotary elements per layer, for any number of heads."""
+    """A token takes one plane of latent and rotary elements per layer, for any number of
+    heads."""
     config: Any = model.module.config
     numbers = config.kv_lora_rank + config.qk_rope_head_dim
     pool = open_pool(model, num_blocks=4, block_tokens=8)
@@ -49,7 +50,7 @@ def test_a_token_takes_what_the_architecture_promises(model: LoadedModel) -> Non
 
 @pytest.mark.parametrize("has_fp8_kv", [False, True])
 def test_stored_latents_are_read_back_as_written(model: LoadedModel, has_fp8_kv: bool) -> None:
-    """They are read by layer and as a whole; other slots stay as they were."""
+    """Stored latents are read by layer and as a whole; other slots stay as they were."""
     pool = open_pool(replace(model, has_fp8_kv=has_fp8_kv), num_blocks=6, block_tokens=4)
     latents = torch.randn(5, 1, model.head_dim)
     rows = pool.rows_of(np.array([5, 5, 2, 2, 0]), np.array([0, 3, 1, 2, 0]))
@@ -72,8 +73,8 @@ def test_chunked_and_cached_equal_generate(
     sizes: tuple[int, ...],
     contiguous_bytes: int,
 ) -> None:
-    """This holds for KV read from the pool and from a buffer. A second sequence reads the
-    blocks of the first."""
+    """Tokens equal those of `generate` for KV read from the pool and from a buffer. A second
+    sequence reads the blocks of the first."""
     driver = Driver(model, contiguous_bytes=contiguous_bytes)
     first = driver.add(prompt(WHOLE), name="first")
     for size in sizes:

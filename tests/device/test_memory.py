@@ -33,7 +33,8 @@ def test_the_default_pool_is_measured_and_bounded(llama: LoadedModel) -> None:
 
 
 def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) -> None:
-    """There are no buffers; the default share is nine tenths, and a larger step leaves less."""
+    """A GPU has no contiguous buffers; the default share is nine tenths, and a larger step
+    leaves less."""
     model = replace(llama, device=torch.device("cuda", 0))
     free = 63 << 30
 
@@ -72,7 +73,8 @@ def test_invalid_memory_settings_are_refused_before_serving(
 
 
 def test_more_blocks_than_memory_get_a_message(llama: LoadedModel) -> None:
-    """It is a ConfigError with the requested size, not the allocator's message (lesson 61)."""
+    """Too many blocks are a ConfigError with the requested size, not the allocator's message
+    (lesson 61)."""
     with pytest.raises(ConfigError, match=r"blocks of KV take .* GiB"):
         KVPool(llama, num_blocks=1 << 40, block_tokens=16)
 
@@ -90,8 +92,8 @@ def test_a_device_that_does_not_exist_gets_a_message(device: str, why: str) -> N
 def test_a_control_group_bounds_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its used memory counts, without cached files; without a limit or a group, the machine's
-    own memory counts."""
+    """Memory that the control group uses counts, without cached files; without a limit or a
+    group, the machine's own memory counts."""
     monkeypatch.setattr(budget, "_CGROUP", tmp_path)
     whole = free_main_bytes()
     (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")

@@ -27,7 +27,7 @@ def made(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 5, 96), (7, 768)])
 def test_norms_agree(compiled: native.NativeOps, shape: tuple[int, ...]) -> None:
-    """This holds for any number of rows, contiguous or not."""
+    """Norms equal those of torch for any number of rows, contiguous or not."""
     x, weight = made(*shape), made(shape[-1], seed=1)
 
     ours = compiled.rms_norm(x, weight, 1e-5)
@@ -68,8 +68,8 @@ def test_scattered_rows_agree(compiled: native.NativeOps, strided: bool) -> None
 
 @pytest.mark.parametrize("dim", [8, 64, 128, 256, 320])
 def test_attention_over_buffers_equals_torch(compiled: native.NativeOps, dim: int) -> None:
-    """This holds for every size, in buffers of different lengths within longer ones; nothing is
-    left unset."""
+    """Attention equals that of torch for every size, in buffers of different lengths within
+    longer ones; nothing is left unset."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     query, keys, values = made(6, 3, dim), made(6, 9, dim, seed=1), made(6, 9, dim, seed=2)
 
@@ -84,7 +84,8 @@ def test_attention_over_buffers_equals_torch(compiled: native.NativeOps, dim: in
 
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: float) -> None:
-    """This holds for any distance between scores; missing tokens have no weight."""
+    """The softmax equals that of torch for any distance between scores; missing tokens have no
+    weight."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     shared, own = made(2, 9, 33) * spread, made(6, 3, 7, seed=1) * spread
     mask = spans.mask(torch.float32)
@@ -139,7 +140,7 @@ def test_a_prompt_in_parts_equals_the_fused_kernel(
 def test_without_a_compiler_torch_serves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It logs why it is slower, and continues."""
+    """The engine logs why it is slower, and continues."""
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
     host_ops.cache_clear()

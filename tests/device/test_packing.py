@@ -82,7 +82,7 @@ def test_a_packed_block_gives_the_same_numbers(num_rows: int, packed_class: type
 
 
 def test_layers_that_packing_would_change_are_not_packed(packed_class: type) -> None:
-    """These are an unknown norm, an unknown activation, and a matrix too small to gain."""
+    """An unknown norm, an unknown activation, and a matrix too small to gain are not packed."""
     block = Block(nn.ReLU())
 
     pack(block)
@@ -119,7 +119,8 @@ def test_a_packed_model_gives_the_same_tokens(tmp_path: Path, packed_class: type
 
 
 def test_the_last_layer_computes_only_tokens_that_are_read(tmp_path: Path) -> None:
-    """It attends with all tokens, and the rows that are read have the same bits as before."""
+    """The last layer attends with all tokens, and the rows that are read have the same bits as
+    before."""
     model = load(make_llama(tmp_path, LlamaShape(layers=2)))
     first, last = model.module.model.layers  # type: ignore[union-attr, misc]  # a Llama's
     x, read = torch.randn(1, 7, 256), torch.tensor([2, 6])

@@ -111,7 +111,8 @@ def test_hidden_tokens_have_no_influence() -> None:
 
 
 def test_a_token_does_not_depend_on_its_chunk_or_its_step() -> None:
-    """The same bits in one chunk, in two, and beside other rows: cached equals uncached."""
+    """A result has the same bits in one chunk, in two, and beside other rows: cached equals
+    uncached."""
     pool = pool_of(block_tokens=16)
     (whole,) = rows_of(pool, (70, 13))
     query = made(70, 6, 16)
@@ -197,7 +198,7 @@ def test_generated_tokens_are_those_of_torch(
 def test_a_machine_without_a_compiler_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged, and chunks are attended in torch."""
+    """The missing compiler is logged, and chunks are attended in torch."""
 
     def fails(*_: object) -> None:
         raise subprocess.CalledProcessError(1, "cc")

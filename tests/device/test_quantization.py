@@ -195,7 +195,7 @@ def test_a_config_that_does_not_cover_a_layer_names_it(written: Any) -> None:
 
 
 def test_quantised_weights_without_a_config_are_refused(written: Any) -> None:
-    """Otherwise e4m3 codes would be used as weights."""
+    """Without the refusal, e4m3 codes would be used as weights."""
     folder, _ = written("fp8-tensor")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
@@ -206,7 +206,7 @@ def test_quantised_weights_without_a_config_are_refused(written: Any) -> None:
 
 
 def test_a_truncated_file_is_refused(written: Any) -> None:
-    """This happens when a download ended early."""
+    """A file is truncated when its download ended early."""
     folder, _ = written("gptq")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-64])

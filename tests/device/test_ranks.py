@@ -61,7 +61,7 @@ def test_two_ranks_give_the_tokens_of_one(
 def test_layers_that_cannot_be_split_are_refused(
     name: str, family: Callable[[str], Path]
 ) -> None:
-    """Their results would be wrong."""
+    """Results of such layers, computed in parts, would be wrong."""
     with pytest.raises(ModelError, match="tensor"):
         load(family(name), share=RankShare(rank=0, size=2))
 
@@ -79,7 +79,7 @@ def test_the_page_names_the_families_that_are_refused() -> None:
 def test_two_ranks_give_the_tokens_of_one_in_every_family(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """This holds for every family that is served."""
+    """Two ranks and one rank give equal tokens for every family that is served."""
     _compare(two_ranks, family(name))
 
 

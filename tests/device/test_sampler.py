@@ -247,8 +247,8 @@ def test_where_every_token_is_forbidden_the_model_decides(temperature: float) ->
     ],
 )
 def test_the_bounds_of_each_parameter_choose_a_token(asked: dict[str, Any]) -> None:
-    """This holds for every value that `SamplingParams` accepts, with logits near the largest
-    float."""
+    """A token is chosen for every value that `SamplingParams` accepts, with logits near the
+    largest float."""
     for scale in (1.0, 1e37):
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
 

@@ -56,7 +56,7 @@ def test_warm_up_has_every_kind_of_step() -> None:
     block_tokens=st.sampled_from([16, 64]),
 )
 def test_steps_stay_within_the_limits(max_rows, max_tokens, max_context, block_tokens):
-    """This holds for any limits, down to one row of one token."""
+    """Warm-up steps stay within any limits, down to one row of one token."""
     limits = WarmLimits(max_rows, max_tokens, max_context, block_tokens)
     for batch in warm_steps(limits):
         assert 1 <= batch.num_rows <= max_rows

@@ -69,7 +69,7 @@ PLAIN: list[Message] = [
 
 @pytest.mark.parametrize("message", PLAIN, ids=lambda m: type(m).__name__)
 def test_a_message_comes_out_as_it_went_in(message):
-    """This holds for every kind of message."""
+    """Encoding and decoding changes no message of any kind."""
     assert decode(encode(message)) == message
 
 

@@ -40,8 +40,8 @@ def turns(draw):
 def test_random_conversations_get_the_tokens_they_get_on_one_instance(
     script, depth, p_blocks, d_blocks
 ):
-    """This holds with partial hits on P, on D and on both, and with D's prefix longer than
-    P's."""
+    """Tokens are equal with partial hits on P, on D and on both, and with D's prefix longer
+    than P's."""
     pair = EchoPair(
         p_num_blocks=p_blocks,
         d_num_blocks=d_blocks,

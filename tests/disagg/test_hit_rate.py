@@ -100,7 +100,7 @@ def test_under_pressure_p_finds_at_least_as_much_as_a_mixed_instance(seed):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_with_pull_all_hits_are_those_of_a_mixed_instance(seed):
-    """They are equal within one percent: before P computes, it reads from D what D
+    """Hits are equal within one percent: before P computes, it reads from D what D
     generated."""
     requests = conversations(seed)
     pulling = HandoffConfig(pull_min_blocks=1)
@@ -112,7 +112,7 @@ def test_with_pull_all_hits_are_those_of_a_mixed_instance(seed):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_with_shared_storage_all_hits_are_those_of_a_mixed_instance(seed):
-    """They are equal within one percent: P finds in storage what D generated, without asking
+    """Hits are equal within one percent: P finds in storage what D generated, without asking
     D."""
     requests = conversations(seed)
     alone = HandoffConfig(pull_min_blocks=10_000)

@@ -137,7 +137,7 @@ def test_a_lease_that_one_link_closed_by_itself_is_closed_on_both():
 
 
 def test_a_push_after_close_fails(harness):
-    """The outcome of every push comes, also of one that would have been repeated."""
+    """Every push has an outcome, also one that would have been repeated."""
     sender = harness.sender()
     sender.close()
     sender.push(harness.push(1, 1, [0]))

@@ -174,7 +174,7 @@ def test_so_many_frames_are_copied_at_once(harness, monkeypatch, is_near, num_st
 
 
 def test_a_peer_that_stops_in_the_middle_of_a_frame_delays_no_answer(harness):
-    """The frame before it is reported and answered at once."""
+    """The complete frame before the one that stops is reported and answered at once."""
     harness.receiver.open(1, [3, 4])
     peer = RawSender(harness.receiver.address, BLOCK_BYTES)
     first = peer.frame(0, 1, {0: bytes(BLOCK_BYTES)})
@@ -192,7 +192,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_delays_no_answer(harness):
 
 
 def test_a_block_that_is_being_copied_may_be_sent_again(harness):
-    """This is not a failure, as on the other links."""
+    """Sending a block again during its copy is no failure, as on the other links."""
     harness.receiver.open(1, [3, 4])
     hold_copies(harness)
     sender = harness.sender()
@@ -222,7 +222,8 @@ def test_a_copy_that_fails_is_not_received(harness):
 
 
 def test_a_receiver_that_cannot_map_the_memory_refuses(harness):
-    """Its device cannot reach the other one: the sender is told, and no push waits."""
+    """The receiver's device cannot reach the sender's: the sender is told, and no push
+    waits."""
     harness.receiver.open(1, [3])
     harness.target.device.refuses = True
     sender = harness.sender()
@@ -235,7 +236,8 @@ def test_a_receiver_that_cannot_map_the_memory_refuses(harness):
 
 
 def test_a_frame_without_a_validity_word_costs_the_connection_and_the_lease_ends(harness):
-    """The word is looked up after the copy; the lease is closed nevertheless (lesson 66)."""
+    """The validity word is looked up after the copy; the lease is closed nevertheless (lesson
+    66)."""
     harness.receiver.open(1, [3])
     peer = RawSender(harness.receiver.address, BLOCK_BYTES)
     piece = SentPiece(0, 0, BLOCK_BYTES, bytes(16))
@@ -332,7 +334,7 @@ def test_an_instance_without_a_gpu_is_told_at_once():
 
 @pytest.mark.parametrize(("is_near", "num_frames"), [(False, 2), (True, 1)])
 def test_frames_are_larger_on_one_device(harness, monkeypatch, is_near, num_frames):
-    """There, receiving and answering a frame takes longer than copying its blocks."""
+    """On one device, receiving and answering a frame takes longer than copying its blocks."""
     monkeypatch.setattr(PeerArray, "is_near", is_near)
     monkeypatch.setattr(cuda, "_FRAME_SIZES", (2 * BLOCK_BYTES, 4 * BLOCK_BYTES))
     monkeypatch.setattr(cuda, "_NEAR_SIZES", (4 * BLOCK_BYTES, 8 * BLOCK_BYTES))

@@ -89,7 +89,7 @@ def test_a_sender_killed_in_the_middle_leaves_an_exact_byte_count(link, start):
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
-    """They fail long before their deadlines (lesson 53)."""
+    """Pushes fail long before their deadlines (lesson 53)."""
     log, clock = EventLog(), SystemClock()
     given = engine("sender") if link == "mooncake" else None
     receiver = start("receive", link)
@@ -137,8 +137,8 @@ def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start
 
 
 def test_a_lying_receiver_costs_its_connection():
-    """It answers a frame that was not sent, or with an unknown outcome, or ends in the
-    middle."""
+    """The receiver answers a frame that was not sent, or with an unknown outcome, or ends in
+    the middle."""
     for lie in (encode_answer(77, None), b"\xff" * ANSWER_BYTES, b"\0" * 5, b""):
         log = EventLog()
         with _liar(lie) as address:
@@ -191,7 +191,8 @@ def test_a_sender_that_stalls_in_mid_frame_is_cut_off():
 
 
 def test_a_sender_that_is_slow_is_not_cut_off():
-    """Its frame takes far longer than the stall timeout, and it never pauses for that long."""
+    """The frame of a slow sender takes far longer than the stall timeout, and the sender never
+    pauses for that long."""
     config = LinkConfig(token=far.CONFIG.token, stall_timeout_s=0.2)
     receiver = Links(config, BlockArray(4, 4096), EventLog()).listen("tcp")
     receiver.open(1, [0])

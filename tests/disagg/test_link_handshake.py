@@ -78,7 +78,7 @@ def test_both_ends_get_one_key_and_the_grant():
     ],
 )
 def test_a_mismatch_is_refused_with_a_reason(change, sentence):
-    """Then the receiver ends the connection (lesson 66)."""
+    """The receiver answers with the reason and ends the connection (lesson 66)."""
     near, far = meet(OURS._replace(**change), OURS)
 
     assert isinstance(near, LinkBroken)
@@ -101,7 +101,7 @@ def test_a_receiver_of_the_first_version_is_refused():
 
 
 def test_a_sender_of_the_first_version_is_refused():
-    """It is told why, instead of waiting for an answer to its first frame."""
+    """The old sender is told why, instead of waiting for an answer to its first frame."""
     near, far = (Stream(end) for end in socket.socketpair())
     check_wait = timeout_check(SystemClock(), 2.0)
     answer = (handshake._MAGIC, 1, b"tcp\0\0\0", OURS.block_bytes, bytes(32), bytes(32))
@@ -148,7 +148,8 @@ def test_a_wrong_token_fails_the_push_and_no_other(link):
 
 
 def test_silent_unauthenticated_connections_are_dropped():
-    """They are closed after the handshake timeout, and a sender still connects (lesson 68)."""
+    """Silent connections are closed after the handshake timeout, and a sender still connects
+    (lesson 68)."""
     with open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
         host, _, port = harness.receiver.address.removeprefix("tcp://").rpartition(":")
         unauthenticated = [socket.create_connection((host, int(port)), 5.0) for _ in range(40)]

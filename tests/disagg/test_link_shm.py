@@ -284,7 +284,7 @@ def test_two_threads_share_a_large_frame(harness):
 
 
 def test_a_lease_is_not_closed_while_one_of_two_threads_still_copies(harness, monkeypatch):
-    """The other thread has failed already (lesson 50)."""
+    """One copying thread has failed already; the lease waits for the other one (lesson 50)."""
     begun, let, copy = Event(), Event(), ArrivingBlocks.copy
 
     def fails_or_waits(arriving, at, source):
@@ -321,7 +321,7 @@ def test_private_blocks_are_refused_at_once():
 
 
 def test_a_receiver_needs_no_shared_memory():
-    """It reads the memory of others; its own may be private."""
+    """A receiver reads the memory of others; its own may be private."""
     source, target, log = BlockArray(4, 4096, seed=1), private_blocks(4, 4096), EventLog()
     receiver = Links(CONFIG, target, log).listen("shm")
     receiver.open(1, [2])

@@ -119,7 +119,7 @@ def test_a_peer_whose_memory_cannot_be_read_fails_its_pushes(harness):
 
 
 def test_without_such_a_device_blocks_pass_through_buffers():
-    """This is decided when the receiver is opened."""
+    """Whether the device reads by itself is decided when the receiver is opened."""
     array = BlockArray(4, BLOCK_BYTES)
     blocks = ReadingBlocks(array)
     blocks.reads = False

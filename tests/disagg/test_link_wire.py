@@ -184,7 +184,7 @@ def test_a_frame_is_good_once_and_on_its_own_connection(harness, peer):
 
 
 def test_two_connections_cannot_write_one_block_at_once(harness, peer):
-    """The second one is told, and does not wait for the first."""
+    """The second connection is refused at once; it does not wait for the first."""
     if not harness.receiver.address.startswith("tcp"):
         pytest.skip("only a stream can stop in the middle of a block")
     raw = peer.frame(0, 1, {0: block(harness, 0)})
@@ -224,7 +224,7 @@ def test_a_frame_with_a_damaged_head_is_not_received(data):
 @settings(max_examples=60, deadline=None)
 @given(garbage=st.binary(min_size=1, max_size=400), greeted=st.booleans())
 def test_garbage_costs_a_connection_and_nothing_else(garbage, greeted):
-    """This holds before the handshake and after it (fuzz)."""
+    """Random bytes end only their own connection, before the handshake and after it (fuzz)."""
     with open_harness(MakeLinks("tcp"), "tcp", 512) as harness:
         harness.receiver.open(1, [3])
         peer = (

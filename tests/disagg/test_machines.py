@@ -45,7 +45,7 @@ def make_receiving(config: HandoffConfig) -> DecodeHandoff:
 
 
 def make_first(num_blocks: int) -> First:
-    """The first token of that hand-off, after this many blocks."""
+    """The first token of the hand-off of `make_receiving`, after this many blocks."""
     usage = Usage(
         prompt_tokens=16,
         cached_tokens=0,
@@ -77,7 +77,8 @@ def test_d_computes_from_the_first_block_that_was_not_kept():
 
 
 def test_a_failing_hand_off_sleeps_until_its_fence_has_ended():
-    """Its lease has expired, and that deadline is not waited for again (lesson 78)."""
+    """The lease of the hand-off has expired, and that deadline is not waited for again (lesson
+    78)."""
     config = HandoffConfig()
     machine = make_receiving(config)
     expired_s = config.term_s + 0.5
@@ -88,7 +89,7 @@ def test_a_failing_hand_off_sleeps_until_its_fence_has_ended():
 
 
 def test_a_closing_hand_off_sleeps_until_its_fence_has_ended():
-    """Its blocks are complete; no other deadline makes the loop turn (lesson 78)."""
+    """All blocks have arrived; no other deadline makes the loop turn (lesson 78)."""
     config = HandoffConfig()
     machine = make_receiving(config)
     for index in range(4):

@@ -77,7 +77,7 @@ def test_a_failed_push_is_reported_at_once():
 
 @pytest.mark.parametrize("when", range(8))
 def test_an_abort_is_sent_to_p_at_once_and_returns_every_slot(when):
-    """Lessons 53 and 58: this holds at any step of the hand-off."""
+    """Lessons 53 and 58: P is told and slots are returned at any step of the hand-off."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)

@@ -103,7 +103,8 @@ def test_messages_go_both_ways_on_one_connection():
 
 
 def test_messages_arrive_in_the_order_they_were_sent():
-    """This includes messages that were sent before the connection was made."""
+    """All messages arrive in order, also those that were sent before the connection was
+    made."""
     with closing(Instance()) as p, closing(Instance()) as d:
         for number in range(50):
             d.service.send(p.service.address, Ask(number))
@@ -130,7 +131,7 @@ def test_a_peer_with_another_token_size_or_model_is_refused(other, reason):
 
 
 def test_another_version_is_refused():
-    """Its connection is closed, and other peers are served."""
+    """The connection of a peer of another version is closed, and other peers are served."""
     with closing(Instance()) as p, closing(Instance()) as d:
         check_wait = timeout_check(SystemClock(), 5.0)
         stream = dial(p)
@@ -194,7 +195,7 @@ def test_unauthenticated_connections_are_dropped_and_others_served(garbage):
 
 @pytest.mark.parametrize("what", ["seal", "body", "size"])
 def test_a_malformed_message_drops_its_connection_only(what):
-    """This also holds for an authenticated peer."""
+    """A malformed message ends the connection also of an authenticated peer."""
     with closing(Instance()) as p, closing(Instance()) as d:
         d.service.send(p.service.address, Ask(1))
         p.event()
@@ -290,7 +291,7 @@ def test_many_unauthenticated_connections_keep_no_peer_out():
 
 
 def test_a_silent_connection_is_closed_after_the_greeting_timeout():
-    """This also holds for one that has sent a byte."""
+    """A connection that has sent one byte and then nothing is closed too."""
     with closing(Instance(greeting_timeout_s=0.2)) as p:
         stranger = dial(p)
         stranger.socket.sendall(b"H")

@@ -31,7 +31,8 @@ def test_a_block_is_not_matchable_before_it_is_written():
 
 
 def test_a_new_request_waits_for_a_prefix_that_is_being_received():
-    """Lesson 46: it waits for the hand-off in flight, and finds the blocks once committed."""
+    """Lesson 46: the request waits for the hand-off in flight, and finds the blocks once
+    committed."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)

@@ -28,7 +28,8 @@ def test_the_second_turn_moves_only_the_new_part():
 
 
 def test_a_preempted_request_on_d_resumes_from_its_tree():
-    """Lesson 55: it is neither dropped nor sent again, and yields the same tokens."""
+    """Lesson 55: a preempted request is neither dropped nor sent again, and yields the same
+    tokens."""
     pair = EchoPair(d_num_blocks=12)
     requests = [
         make_handoff(name, make_prompt(17, family=at), max_tokens=20)
@@ -45,8 +46,8 @@ def test_a_preempted_request_on_d_resumes_from_its_tree():
 
 
 def test_a_request_that_cannot_resume_goes_back_to_the_router():
-    """Lesson 55: it was preempted and found no free blocks for a long time; its tokens so far
-    are right."""
+    """Lesson 55: the request was preempted and found no free blocks for a long time; its tokens
+    so far are right."""
     pair = EchoPair(d_num_blocks=12, config=HandoffConfig(return_after_s=5.0))
     requests = [
         replace(make_handoff(name, make_prompt(17, family=at), max_tokens=20), can_return=True)
@@ -173,7 +174,8 @@ def test_d_keeps_room_for_what_runs():
 
 
 def test_a_sequence_that_receives_has_its_slots_and_nothing_findable():
-    """Its slots are held: neither free nor findable, and the sequence counts as running."""
+    """Slots of a receiving sequence are held: neither free nor findable, and the sequence
+    counts as running."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)

@@ -24,7 +24,7 @@ def closed_port() -> int:
 
 @pytest.mark.parametrize("link", ["tcp", "shm"])
 def test_a_receiver_that_peers_can_reach_passes(link):
-    """It connects to itself and proves the token."""
+    """The instance connects to its own address and proves the token."""
     receiver = Links(CONFIG, BlockArray(1, 64), EventLog()).listen(link)
     assert check_link(receiver.address, CONFIG, 64, SystemClock()) is None
     receiver.close()
@@ -41,7 +41,8 @@ def test_an_address_for_blocks_at_which_nothing_listens_is_a_warning():
 
 
 def test_an_address_of_another_service_is_a_warning():
-    """It accepts connections, and is not the receiver of this instance."""
+    """Another service at the address accepts connections, but is not the receiver of this
+    instance."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = replace(CONFIG, advertised_port=other.getsockname()[1], connect_timeout_s=0.2)
         receiver = Links(config, BlockArray(1, 64), EventLog()).listen("tcp")

@@ -28,7 +28,7 @@ def is_closed(sender, log, job):
 
 
 def test_a_sender_is_made_once(senders):
-    """The next push uses the same sender."""
+    """The next push to an address uses the same sender."""
     assert senders.get("d", "local://1") is senders.get("d", "local://1")
     assert senders.get("d", "local://2") is not senders.get("d", "local://1")
     assert senders.get("e", "local://1") is not senders.get("d", "local://1")
@@ -46,7 +46,7 @@ def test_the_senders_of_a_peer_are_limited(senders):
 
 
 def test_senders_are_closed_with_their_peer(senders, log):
-    """They are made again when the peer returns."""
+    """Senders are made again when the peer returns."""
     lost, kept = senders.get("d", "local://1"), senders.get("e", "local://1")
     senders.close("d")
     senders.close("d")

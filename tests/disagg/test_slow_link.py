@@ -59,7 +59,8 @@ def slow_proxy(port: int) -> Iterator[int]:
 
 
 def test_a_push_over_a_slow_link_lasts_as_long_as_its_lease_is_renewed():
-    """It takes twice the lease term; each confirmed heartbeat extends it (lesson 84)."""
+    """The push takes twice the lease term; each confirmed heartbeat extends its deadline
+    (lesson 84)."""
     clock, sent, received = SystemClock(), EventLog(), EventLog()
     receiver = Links(CONFIG, BlockArray(NUM_BLOCKS, BLOCK_BYTES), received).listen("tcp")
     source = BlockArray(NUM_BLOCKS, BLOCK_BYTES, seed=1)

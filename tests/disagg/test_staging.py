@@ -28,7 +28,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("link", STAGED_LINKS)
 def test_staged_links_keep_the_contract(link, check, block_bytes):
-    """They keep the order, one outcome per push, and fences (lesson 50)."""
+    """Staged links keep the order, one outcome per push, and fences (lesson 50)."""
     with open_harness(MakeStaged(link), link, block_bytes) as harness:
         check(harness)
 
@@ -94,7 +94,7 @@ def pair():
 
 
 def test_a_push_larger_than_all_buffers_passes_through_them(pair):
-    """It is sent part by part; every buffer is free afterwards."""
+    """The push is sent part by part; every buffer is free afterwards."""
     pair.receiver.open(1, range(NUM_SLOTS))
     pair.push(1, 1, range(NUM_SLOTS))
 
@@ -140,7 +140,8 @@ def test_a_failed_copy_is_not_in_the_byte_count(pair):
 
 
 def test_a_copy_that_fails_ends_its_lease(pair):
-    """Its sender believes that it succeeded; the receiver is told (lesson 53)."""
+    """The sender believes that the push succeeded; the receiver is told of the failed copy
+    (lesson 53)."""
     pair.receiver.open(1, [5, 6])
     pair.inner.copier.fails = True
     pair.push(1, 1, [0])
@@ -170,7 +171,8 @@ def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
 
 
 def test_a_copy_that_cannot_begin_has_failed(pair):
-    """This holds at both ends: the push and the lease end nevertheless (lesson 53)."""
+    """At both ends, the push and the lease end although the copy could not begin (lesson
+    53)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.refuses = True
     pair.push(1, 1, [0])
@@ -186,7 +188,8 @@ def test_a_copy_that_cannot_begin_has_failed(pair):
 
 
 def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
-    """Its slots are not released while they are being read (lesson 50)."""
+    """At the deadline of the push its slots are still being read, so they are not released yet
+    (lesson 50)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0, 1, 2], wait_s=0.05)
@@ -204,7 +207,8 @@ def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
 
 
 def test_a_push_that_waits_for_its_turn_ends_at_its_deadline(pair):
-    """Its slots are not read, so the duration of the copy before it does not matter."""
+    """No copy reads the slots of the waiting push, so the push ends however long the copy
+    before it takes."""
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0, 1, 2])
     pair.push(2, 1, [3], wait_s=0.05)
@@ -245,7 +249,7 @@ def test_a_push_ends_once_though_deadline_and_cancel_meet(pair):
 
 
 def test_every_outcome_is_delivered_before_close_returns(pair):
-    """This includes the outcome of a copy in progress, however long its delivery takes."""
+    """The outcome of a copy in progress is delivered too, however long its delivery takes."""
     pair.hold = lambda event: Event().wait(0.1)
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -275,14 +279,15 @@ def test_parts_are_pushed_in_order_though_their_copies_end_out_of_order(pair, mo
 
 
 def test_a_push_of_nothing_is_done(pair):
-    """This is the same as without buffers."""
+    """A push without blocks is done at once, as on a link without buffers."""
     pair.push(1, 1, [])
 
     assert pair.log.outcome(1) == PushDone(1, 0)
 
 
 def test_blocks_that_arrive_damaged_keep_no_buffer(pair):
-    """Their buffer is used when they are sent again, and free when the lease ends."""
+    """The buffer of damaged blocks is used when they are sent again, and is free when the lease
+    ends."""
     pair.receiver.open(1, [3, 4])
     peer = RawSender(pair.receiver.address, BLOCK_BYTES)
     block = pair.source.rows[0].tobytes()
@@ -355,7 +360,7 @@ def test_senders_do_not_take_each_others_buffers():
 
 @pytest.mark.parametrize("link", ["tcp", "shm"])
 def test_a_sender_that_was_closed_keeps_no_memory(link):
-    """Its buffers are freed with it, not by a later garbage collection."""
+    """Buffers of a sender are freed with it, not by a later garbage collection."""
     source, slabs, log = BlockArray(4, BLOCK_BYTES), [], EventLog()
 
     def open_copier(slab):

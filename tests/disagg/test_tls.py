@@ -111,7 +111,7 @@ def test_peers_exchange_messages_over_tls(ours):
 
 
 def test_a_peer_of_another_cluster_is_refused(ours, other):
-    """It has the token, and a certificate that another authority signed."""
+    """The peer has the token, and a certificate that another authority signed."""
     with closing(Instance(**ours._asdict())) as p, closing(Instance(**other._asdict())) as d:
         number = d.service.send(p.service.address, Ask(1))
 
@@ -120,7 +120,7 @@ def test_a_peer_of_another_cluster_is_refused(ours, other):
 
 
 def test_a_peer_without_tls_is_refused(ours):
-    """Its bytes are not a TLS handshake; nothing of it is processed."""
+    """The peer's bytes are not a TLS handshake; nothing of it is processed."""
     with closing(Instance(**ours._asdict())) as p, closing(Instance()) as d:
         d.service.send(p.service.address, Ask(1))
 
@@ -129,7 +129,7 @@ def test_a_peer_without_tls_is_refused(ours):
 
 
 def test_a_sender_of_another_cluster_pushes_nothing(ours, other):
-    """Its push fails with a reason; the receiver's memory is untouched."""
+    """The push fails with a reason; the receiver's memory is untouched."""
     target, log = BlockArray(1, 4096), EventLog()
     receiver = Links(replace(CONFIG, **ours._asdict()), target, EventLog()).listen("tcp")
     receiver.open(1, [0])

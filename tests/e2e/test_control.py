@@ -124,7 +124,7 @@ def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
 
 
 def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
-    """It is aborted by the client's name for it while others run; its client gets the
+    """A request is aborted by the client's name for it while others run; its client gets the
     reason."""
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(
@@ -147,7 +147,7 @@ def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
 
 
 def test_abort_all_under_load_returns_every_slot(server, traffic):
-    """Lesson 58: this holds in any state of each request."""
+    """Lesson 58: every slot is returned in any state of each request."""
     server.post("/v1/abort_requests", {"abort_all": True})
     traffic.wait_for(3)
     answers = traffic.stop()
@@ -221,7 +221,8 @@ def test_a_refused_reload_changes_nothing(server, models, traffic):
 
 
 def test_a_reload_that_cannot_drain_in_time_is_refused(server):
-    """It drains or refuses with a reason; running requests continue to their end."""
+    """The reload is refused with the code `not_drained`; running requests continue to their
+    end."""
     running = server.open_stream(max_tokens=600)
     running.next()
 

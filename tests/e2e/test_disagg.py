@@ -149,7 +149,7 @@ def until_balanced(server: LiveServer) -> None:
 
 
 def test_a_hand_off_between_processes_yields_the_tokens_of_one(cluster):
-    """The headers are checked too."""
+    """Wrong values of the hand-off headers are refused, too."""
     prompt = cluster.prompt()
     address = cluster.peer_address()
     there = ids(Asking(cluster.decode, prompt, address).end(30))
@@ -170,7 +170,7 @@ def test_a_hand_off_between_processes_yields_the_tokens_of_one(cluster):
 
 
 def test_a_missing_instance_is_a_typed_refusal_or_a_local_prefill(cluster):
-    """The router's request decides which of the two it is."""
+    """The header `x-headwater-fallback` of the request decides which of the two it is."""
     prompt = cluster.prompt()
     refused = Asking(cluster.decode, prompt, "127.0.0.1:1").end(30)
     assert refused is not None

@@ -160,8 +160,8 @@ def test_a_server_may_be_told_to_end_with_its_engine():
 
 @pytest.mark.parametrize("command", ["serve", "route"])
 def test_a_port_in_use_gets_a_clear_message(command):
-    """Lesson 60: it is reported before anything is loaded, with the port; the exit code is
-    1."""
+    """Lesson 60: a port in use is reported before anything is loaded, with its number; the exit
+    code is 1."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -67,8 +67,8 @@ def test_a_stored_conversation_continues_and_finds_its_prefix(client):
 
 
 def test_a_response_that_is_not_stored_is_a_404(client):
-    """This holds with `store` false, for another tenant, and for a response that was never
-    created."""
+    """The answer is a 404 with `store` false, for another tenant, and for a response that was
+    never created."""
     fields = {"model": MODEL, "input": "x", "max_output_tokens": 4}
     hidden = client.responses.create(**fields, store=False)
     red = client.responses.create(**fields, extra_body={"cache_salt": "red"})
@@ -83,7 +83,8 @@ def test_a_response_that_is_not_stored_is_a_404(client):
 
 
 def test_a_stream_is_the_whole_answer(client):
-    """It has the same items with the same text; reasoning is a separate item."""
+    """A stream has the items of the whole answer with the same text; reasoning is a separate
+    item."""
     fields = {"model": MODEL, "input": "Hello", "max_output_tokens": 24}
     for extra in ({"seed": 7}, {"seed": 7, "chat_template_kwargs": {"enable_thinking": True}}):
         whole = client.responses.create(**fields, extra_body=extra)

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_command_of_the_banner_gives_a_short_answer(server):
-    """The first thing that a user pastes ends soon: random weights rarely end an answer."""
+    """The first command that a user pastes asks for few tokens: random weights rarely end an
+    answer."""
     command = next(
         line for line in server.lines if line.strip().startswith("curl") and "-d" in line
     )

@@ -110,7 +110,7 @@ def test_storage_that_an_open_breaker_has_stopped_is_named(server, breakers, wor
 
 
 def test_json_prints_what_stats_says(server):
-    """It prints one line of JSON, for programs."""
+    """With --json the command prints one line of JSON, for programs."""
     result = run_top(server.url, "--once", "--json")
 
     assert result.returncode == 0, result.stderr

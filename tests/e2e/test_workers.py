@@ -126,8 +126,8 @@ def test_a_request_is_aborted_by_its_name_through_any_worker(server):
 
 
 def test_a_stored_response_is_found_by_every_worker(server):
-    """It is found at once, and after the worker that stored it is gone; each tenant finds only
-    its own."""
+    """The response is found at once, and after the worker that stored it is gone; each tenant
+    finds only its own."""
     body = {"input": "hello", "max_output_tokens": 2}
     for _ in range(TRIES):
         made = server.post("/v1/responses", body, headers=headers(KEY)).json()
@@ -165,7 +165,8 @@ def test_the_streams_of_other_workers_go_on_when_one_is_killed(server):
 
 
 def test_a_drain_waits_for_the_streams_of_all_workers(server):
-    """It reports how many there were. It is the last test, because it stops the server."""
+    """The log of the drain has the number of running streams. This is the last test, because it
+    stops the server."""
     streams = [server.open_stream(max_tokens=200, headers=headers(ADMIN)) for _ in range(5)]
     for stream in streams:
         stream.next()

@@ -93,7 +93,7 @@ def test_requests_end_and_slots_come_back(
 def test_a_reset_of_storage_ends_though_remove_never_returns(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Its caller gets the reason; requests are served meanwhile and afterwards."""
+    """The caller of the reset gets the reason; requests are served meanwhile and afterwards."""
     double = FaultyStorage(backend, {"remove": [Fault.NEVER] * 10})
     engine = bench.engine(double, timeout_s=SHORT_S, breaker=BREAKER)
     reports: list[ResetReport] = []
@@ -116,7 +116,7 @@ def test_a_reset_of_storage_ends_though_remove_never_returns(
 
 
 def test_a_backend_that_never_closes(bench: Bench, backend: StorageBackend) -> None:
-    """Shutdown waits for it only for a bounded time."""
+    """Shutdown waits for the backend only for a bounded time."""
 
     class NeverCloses(FaultyStorage):
         def close(self) -> None:
@@ -171,8 +171,8 @@ def serve_until_stored(
 
 
 def test_a_backend_that_opens_late(tmp_path: Path, hurried: None) -> None:
-    """The engine starts without it. Until it is open every lookup is a miss; then it is
-    used."""
+    """The engine starts without the backend. Until it is open every lookup is a miss; then it
+    is used."""
     path = tmp_path / "lock"
     path.touch()
     held = os.open(path, os.O_RDWR)
@@ -185,7 +185,7 @@ def test_a_backend_that_opens_late(tmp_path: Path, hurried: None) -> None:
 def test_a_backend_that_opens_after_it_was_closed_is_closed(
     tmp_path: Path, hurried: None
 ) -> None:
-    """Closing does not wait for it, and leaves nothing open."""
+    """Closing does not wait for the backend to open, and leaves nothing open."""
     path = tmp_path / "lock"
     path.touch()
     held = os.open(path, os.O_RDWR)
@@ -302,7 +302,8 @@ def test_a_stopped_redis_server(tmp_path: Path, call: str) -> None:
 def test_a_redis_server_that_is_down_is_optional_after_a_restart(
     tmp_path: Path, hurried: None
 ) -> None:
-    """A restarted engine starts without it and uses it when it is back; a first start fails."""
+    """A restarted engine starts without the server and uses it when it is back; a first start
+    fails."""
     server = RedisServer(tmp_path)
     server.stop()
     bench = Bench("redis", {"url": server.url}, server.stop)

@@ -64,7 +64,7 @@ def test_without_work_a_step_does_nothing() -> None:
 
 
 def test_an_abort_is_reported_in_the_next_step() -> None:
-    """This holds also when nothing runs: has_work stays true until the abort is reported."""
+    """An abort is reported also when nothing runs: has_work stays true until then."""
     harness = Harness()
     request = make_request("a", make_prompt(5))
     harness.add(request)
@@ -95,8 +95,8 @@ def test_time_spent_deciding_is_measured_apart() -> None:
 
 
 def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
-    """It has running and waiting sequences, tiers and the ledger: what dashboard and metrics
-    show."""
+    """The snapshot has running and waiting sequences, tiers and the ledger: what dashboard and
+    metrics show."""
     harness = Harness(num_blocks=20, settings={"max_num_seqs": 1, "max_batched_tokens": 64})
     harness.run(make_request("warm", make_prompt(12), max_tokens=1))
     harness.add(make_request("a", make_prompt(13)), make_request("b", make_prompt(4)))
@@ -116,7 +116,7 @@ def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
 
 
 def test_closing_closes_the_runner() -> None:
-    """Calling it twice is safe."""
+    """Closing the core twice is safe."""
     harness = Harness()
 
     harness.core.close()
@@ -126,7 +126,7 @@ def test_closing_closes_the_runner() -> None:
 
 
 def test_a_failing_runner_is_not_hidden() -> None:
-    """Its error reaches the caller of the loop, which ends the engine."""
+    """The runner's error reaches the caller of the loop, which ends the engine."""
 
     class Broken(EchoRunner):
         def submit(self, batch: ScheduledBatch) -> None:

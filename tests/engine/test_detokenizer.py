@@ -114,8 +114,8 @@ def test_bytes_that_stand_in_for_characters_join_to_the_text(strips, parts, data
 
 @pytest.mark.parametrize("text", ["😀😀", "𠜎𠜱𠝹 the", "😀é😀", "a😀" * 30])
 def test_characters_of_bytes_never_show_in_halves(text):
-    """This holds for many characters in a row, longer than the window, and after a prompt of
-    the same kind."""
+    """No half character is shown with many characters in a row, longer than the window, and
+    after a prompt of the same kind."""
     tokens = [1 + byte for byte in text.encode()]
     detokenizer = Detokenizer(fallback_tokenizer(True), prompt=tokens)
 

@@ -169,7 +169,7 @@ def test_a_refusal_reaches_its_client_with_its_type():
 
 
 def test_two_live_requests_cannot_share_an_id():
-    """The second is refused; the first is not disturbed."""
+    """The second request is refused; the first is not disturbed."""
 
     async def scenario():
         async with running_engine() as engine:

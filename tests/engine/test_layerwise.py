@@ -143,8 +143,8 @@ def test_a_late_executor_writes_only_to_quarantined_slots(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
-    """Lesson 58: this holds with the chunk in flight or collected; the copy ends, and other
-    requests find its blocks."""
+    """Lesson 58: slots are returned with the chunk in flight or collected; the copy ends, and
+    other requests find its blocks."""
     harness = make_harness(depth)
     plan = begin(harness)
     harness.steps(num_steps)
@@ -201,7 +201,7 @@ def test_other_requests_wait_for_the_same_load_or_run_meanwhile(depth: int) -> N
 
 @DEPTHS
 def test_a_long_prompt_continues_in_chunks_after_the_load(depth: int) -> None:
-    """The first chunk overlaps with the load; the next ones wait for its end and commit as
+    """The first chunk overlaps with the load; later chunks wait for its end and commit as
     usual."""
     harness = make_harness(depth, settings={"max_batched_tokens": 64, "long_prefill_tokens": 4})
     plan = begin(harness)

@@ -144,8 +144,8 @@ def test_a_refused_prompt_ends_the_batch_and_leaves_nothing_running(llm):
     ],
 )
 def test_a_lone_surrogate_is_refused_as_over_http(llm, field, ask):
-    """It has no UTF-8 encoding. The error names field and position, and the engine
-    continues."""
+    """A lone surrogate has no UTF-8 encoding. The error names field and position, and the
+    engine continues."""
     with pytest.raises(RequestError, match=f"{field} has a lone surrogate, U.D800, at char"):
         ask(llm, "so\ud800")
 

@@ -165,7 +165,8 @@ def test_a_deadline_ends_the_wait_and_not_the_job() -> None:
 
 
 def test_a_timed_out_copy_that_writes_late_touches_no_reused_slot() -> None:
-    """Lesson 50: its slots are quarantined until it is quiet, then they are free again."""
+    """Lesson 50: slots of the copy are quarantined until it is quiet, then they are free
+    again."""
     harness = make_warm(timeouts={"copy_timeout_s": 0.2})
     harness.copier.held = True
     harness.add(make_request("late", PROMPT, max_tokens=1))

@@ -72,7 +72,7 @@ def allowed(words: np.ndarray) -> set[int]:
 
 
 def test_a_mask_follows_its_output(workers):
-    """It allows the next token after each token, and only the end where nothing more may
+    """A mask allows the next token after each token, and only the end where nothing more may
     follow."""
     for output, wanted in (("", b"0123456789"), ("1", b"0123456789"), ("123", b"")):
         found = take(workers, row(0, DIGITS, output))
@@ -80,7 +80,8 @@ def test_a_mask_follows_its_output(workers):
 
 
 def test_a_grammar_state_of_other_output_is_rebuilt(workers):
-    """After a preemption, or when a name is used again, it is rebuilt from the tokens alone."""
+    """After a preemption, or when a name is used again, the state is rebuilt from the tokens
+    alone."""
     take(workers, row(0, DIGITS, "12", name="same"))
     for output in ("1", "", "98", "987"):
         found = take(workers, row(0, DIGITS, output, name="same"))
@@ -137,8 +138,8 @@ def test_an_unexpected_error_of_the_library_ends_its_request_alone(workers, monk
 
 
 def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypatch):
-    """Its masks are not started again. Otherwise a group that takes longer than the wait of a
-    step would never be in time, and its rows would never sample a token."""
+    """Masks of a late group are not started again. Otherwise a group that takes longer than the
+    wait of a step would never be in time, and its rows would never sample a token."""
     rows = [row(number, DIGITS, "") for number in range(3)]
     take(workers, *rows, until=3)
     take(workers, *(row(number, DIGITS, "1") for number in range(3)), until=3)
@@ -168,7 +169,7 @@ def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypat
 def test_a_slow_mask_does_not_delay_those_before_it_in_its_group(
     workers, monkeypatch, is_alone
 ):
-    """They are taken while the rest of the group is being made."""
+    """Masks that are ready are taken while the rest of the group is being made."""
     for output in ("", "9"):
         take(workers, *(row(number, DIGITS, output) for number in range(3)), until=3)
     released = threading.Event()
@@ -270,15 +271,15 @@ def test_a_mask_that_is_begun_while_the_last_one_ends_is_not_taken_before_it_is_
 def test_a_request_whose_mask_cannot_be_made_fails_with_the_reason(
     workers, grammar, output, words
 ):
-    """This holds for a wrong grammar, and for output that does not fit its grammar; other rows
-    continue."""
+    """The request fails for a wrong grammar, and for output that does not fit its grammar;
+    other rows continue."""
     found = take(workers, row(0, grammar, output), row(1, DIGITS, ""), until=2)
     assert words in found.failed[0]
     assert found.rows == [1]
 
 
 def test_states_and_compiled_grammars_are_bounded(workers, compiler):
-    """This holds for any number of requests and grammars."""
+    """Memory of masks stays bounded for any number of requests and grammars."""
     for number in range(20):
         take(workers, row(0, DIGITS, "", name=f"request {number}"))
         assert workers.num_states <= 4

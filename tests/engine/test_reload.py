@@ -204,7 +204,7 @@ def test_a_pause_before_a_reload_stays_a_pause_afterwards(
 
 
 def test_a_second_reload_is_refused_while_one_drains() -> None:
-    """The first one continues."""
+    """The first reload continues."""
     engine = Reloading()
     engine.harness.add(make_request("a", make_prompt(9), max_tokens=4))
     engine.harness.step()
@@ -219,7 +219,7 @@ def test_a_second_reload_is_refused_while_one_drains() -> None:
 
 
 def test_an_engine_that_cannot_reload_says_so() -> None:
-    """It continues to admit requests."""
+    """The engine continues to admit requests."""
     harness = Harness()
     answers: list[RequestError | None] = []
     harness.core.control(ReloadWeights(), lambda _, refusal: answers.append(refusal))

@@ -129,8 +129,8 @@ def test_a_write_that_never_ends_refuses_the_reset():
 
 
 def test_a_write_that_timed_out_is_waited_for_until_its_call_returns():
-    """Its deadline does not end the call: a lost call that returns later would put blocks into
-    storage again after it was emptied."""
+    """The reset waits beyond the deadline of the write: a lost call that returns later would
+    put blocks into storage again after it was emptied."""
     harness = make_harness()
     task = begin_write(harness)
     assert task.claim()
@@ -179,7 +179,7 @@ def test_storage_that_fails_refuses_the_reset():
     ],
 )
 def test_an_impossible_reset_is_refused_with_the_reason(tiers, stored, why):
-    """It changes nothing."""
+    """A refused reset changes nothing."""
     harness = make_harness() if stored else make_harness(stored=None)
 
     with pytest.raises(RequestError, match=why):

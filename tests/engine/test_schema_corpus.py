@@ -191,6 +191,6 @@ def test_every_finished_answer_of_a_made_schema_validates(compiler, schema, seed
     ],
 )
 def test_an_unsupported_keyword_is_refused(compiler, keyword):
-    """This holds at any depth; the keyword is never ignored."""
+    """The keyword is refused at any depth; it is never ignored."""
     with pytest.raises(RequestError, match="cannot be compiled"):
         answer(compiler, keyword, seed=0)

@@ -30,7 +30,8 @@ def test_a_step_far_over_the_usual_time_is_logged_once_in_a_while(caplog):
 
 
 def test_a_step_with_a_long_prompt_is_compared_with_others_of_its_size(caplog):
-    """On a CPU it takes a hundred times as long as a step with one token, and that is usual."""
+    """On a CPU a step with a long prompt takes a hundred times as long as one with one token,
+    and that is usual."""
     clock = VirtualClock()
     watch = StepWatch(clock)
 
@@ -54,7 +55,7 @@ def test_steps_that_are_always_long_are_not_slow(caplog):
 
 
 def test_a_full_host_tier_is_logged_once(caplog):
-    """It is normal, but explains why blocks are evicted from now on."""
+    """A full host tier is normal, but explains why blocks are evicted from now on."""
     caplog.set_level("INFO", logger="headwater")
     clock = VirtualClock()
     watch = StepWatch(clock)

@@ -59,8 +59,8 @@ def check_person(answer: Completion) -> None:
 
 
 def test_every_answer_follows_its_schema(llm):
-    """This holds for greedy and random sampling, with penalties, several choices and
-    log-probabilities."""
+    """Answers follow their schema with greedy and random sampling, with penalties, several
+    choices and log-probabilities."""
     for params in (
         PARAMS,
         replace(PARAMS, temperature=0.0),

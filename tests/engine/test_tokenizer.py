@@ -27,7 +27,7 @@ def test_encode_gives_int32_and_decode_undoes_it(tokenizer):
 
 
 def test_a_text_that_cannot_fit_is_not_looked_at(tokenizer):
-    """Lesson 68: it is refused by its length alone, if it cannot fit even with the longest
+    """Lesson 68: a text is refused by its length alone, if it cannot fit even with the longest
     tokens."""
     longest = max(map(len, ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")))
 

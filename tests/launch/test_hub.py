@@ -188,7 +188,7 @@ def test_check_reads_headers_and_downloads_no_weights(hub: FakeHub, ask: Ask) ->
 
 
 def test_a_refused_model_is_not_downloaded(hub: FakeHub, ask: Ask) -> None:
-    """Its config is read first."""
+    """The config of a refused model is read first, and its weights are not downloaded."""
     (hub.folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mamba"}))
 
     done = ask("serve", NAME, "--port", "0")

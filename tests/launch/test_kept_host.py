@@ -163,7 +163,8 @@ def test_another_model_adopts_nothing_and_frees_the_memory():
 
 
 def test_a_record_with_a_wrong_key_is_not_adopted():
-    """Neither are the blocks after it, nor blocks after one that was only on the device."""
+    """Blocks after a wrong record are not adopted either, nor blocks after one that was only on
+    the device."""
     scheme = KeyScheme(block_tokens=1)
     root = scheme.root(Namespace())
     tokens = [number.to_bytes(4, "little") for number in range(5)]

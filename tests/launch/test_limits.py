@@ -21,7 +21,7 @@ def choose(device="cuda", free_gib=120, **settings):
 
 
 def test_a_cpu_gets_small_steps():
-    """A prefill instance gets smaller ones."""
+    """A prefill instance on a CPU gets smaller steps than other instances."""
     assert choose("cpu")[:2] == (64, 2048)
     prefill = PeersConfig(role="prefill")
     assert choose("cpu", peers=prefill)[:2] == (64, 512)
@@ -34,12 +34,13 @@ def test_a_cpu_gets_small_steps():
     [(120, (1024, 8192)), (60, (512, 8192)), (10, (128, 4096)), (2, (32, 2048))],
 )
 def test_a_gpu_gets_steps_by_its_free_memory(free_gib, expected):
-    """It gets as many sequences as the pool holds with 512 tokens each, in powers of two."""
+    """A GPU gets as many sequences as the pool holds with 512 tokens each, in powers of two."""
     assert choose(free_gib=free_gib)[:2] == expected
 
 
 def test_the_values_of_the_operator_win():
-    """The other limit follows, so that both fit each other."""
+    """The limit that the operator leaves out follows the given one, so that both fit each
+    other."""
     assert choose(max_batched_tokens=256) == (256, 256, True)
     assert choose(max_num_seqs=9000) == (9000, 9000, True)
     assert choose(max_num_seqs=16, max_batched_tokens=512) == (16, 512, False)

@@ -14,5 +14,5 @@ def test_a_budget_counts_within_its_window():
 
 
 def test_a_budget_of_zero_refuses_the_first_restart():
-    """This is `--max-engine-restarts 0`."""
+    """With `--max-engine-restarts 0` no restart is allowed."""
     assert RestartBudget(0).take(0.0) is None

@@ -37,7 +37,8 @@ def write_trace(path, seed, limit=400):
 
 
 def test_the_shipped_weights_are_there_and_say_where_they_come_from():
-    """They were learned from two public traces, are small, and are read from the package."""
+    """The shipped weights were learned from two public traces, are small, and are read from the
+    package."""
     weights = load_weights("shipped")
 
     assert weights is not None
@@ -47,7 +48,8 @@ def test_the_shipped_weights_are_there_and_say_where_they_come_from():
 
 
 def test_a_policy_begins_with_half_of_each_weight_and_with_fresh_step_sizes():
-    """It starts with what was learned elsewhere, and learns as fast as from nothing."""
+    """The policy starts with what was learned elsewhere, and learns as fast as a policy without
+    initial weights."""
     weights = load_weights("shipped")
     assert weights is not None
     fresh = HazardModel(NUM_FEATURES, NUM_UNHINTED, PRIORS)

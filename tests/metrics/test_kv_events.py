@@ -293,6 +293,6 @@ def test_malformed_replay_requests_are_ignored(instance, consumer):
 
 
 def test_a_port_in_use_gets_a_message(instance):
-    """Lesson 60: it is reported at start, with the address."""
+    """Lesson 60: a port in use is reported at start, with the address."""
     with pytest.raises(ConfigError, match="cannot bind"):
         Instance(instance.publisher.endpoint)

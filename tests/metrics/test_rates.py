@@ -36,8 +36,8 @@ BEFORE = make_answer(
 
 
 def test_rates_are_what_came_between_over_the_time_between():
-    """This holds for tokens, shares and bytes per second; percentiles are of new observations
-    only."""
+    """Tokens, shares and bytes per second are rates between two answers; percentiles are of new
+    observations only."""
     now = make_answer(
         uptime_s=12.0, output=300, found=30, computed=10, moved=5000, counts=[5, 4, 0]
     )
@@ -67,7 +67,8 @@ def test_counters_of_a_replaced_engine_are_never_negative_rates():
 
 
 def test_the_prompts_of_a_prefill_instance_are_those_handed_to_it():
-    """Decode instances send them, so its HTTP server counts none."""
+    """Prompts come from decode instances, so the HTTP server of a prefill instance counts
+    none."""
 
     def handed(found, computed, uptime_s):
         answer = make_answer(
@@ -110,7 +111,8 @@ def test_quantiles_of_nothing_and_of_what_is_above_every_bound():
 
 
 def test_a_first_token_that_takes_longer_than_ten_seconds_is_not_shown_as_ten():
-    """An overloaded server has such times; its dashboard shows them."""
+    """First tokens of an overloaded server take longer than ten seconds; its dashboard shows
+    their real times."""
     slow = Histogram(TTFT.buckets)
     before = {"bounds": TTFT.buckets, "counts": list(slow.counts)}
     for _ in range(10):

@@ -96,7 +96,8 @@ def test_a_ledger_says_what_was_loaded_and_at_what_price():
 
 
 def test_a_ledger_of_a_sequence_that_never_ran_says_so():
-    """It was aborted while it waited, so it has no source, no completed wait and no token."""
+    """The sequence was aborted while it waited, so its record has no source, no completed wait
+    and no token."""
     record = RequestTimer(Recorder(), VirtualClock()).end("abort", place=PLACE)
 
     assert (record.queued_s, record.first_token_s, record.inter_token_s) == (None, None, None)

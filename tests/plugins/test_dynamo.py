@@ -44,9 +44,9 @@ async def collect(engine, tokens, **options):
 
 @pytest.mark.slow
 def test_a_dynamo_worker_serves_reports_its_load_and_publishes_events():
-    """It has tokens, usage with cached tokens, the block size for the router, and a private
-    event socket. Cached blocks do not count as load: Dynamo would take a worker with a full
-    cache for a busy one."""
+    """Answers have tokens and usage with cached tokens; the router gets the block size and a
+    private event socket. Cached blocks do not count as load: Dynamo would take a worker with a
+    full cache for a busy one."""
 
     async def scenario():
         flags = ["--", "--num-gpu-blocks-override", "64", "--block-size", "16"]
@@ -166,7 +166,8 @@ def test_an_answer_without_a_limit_may_fill_the_context():
 
 
 def test_constraints_and_all_stop_tokens_reach_the_server():
-    """Guided decoding is a constraint there; visible and hidden stop tokens both stop."""
+    """Dynamo's guided decoding becomes `structured_outputs`; visible and hidden stop tokens
+    both stop."""
     guided = {"json": {"type": "object"}, "regex": None, "backend": "any"}
     body = body_for(
         sampling_options={"guided_decoding": guided},
@@ -265,7 +266,7 @@ def test_a_worker_that_is_killed_or_fails_leaves_no_process(moment, tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_stops_when_its_server_has_ended():
-    """Dynamo would go on sending requests to it."""
+    """Dynamo would go on sending requests to a worker without a server."""
 
     async def scenario():
         stopping = asyncio.Event()

@@ -158,7 +158,7 @@ def test_another_rank_or_size_finds_nothing(make_backend, change):
 
 
 def test_another_element_type_or_layout_finds_nothing(make_backend):
-    """SGLang's own file backend does not distinguish them."""
+    """SGLang's own file backend does not distinguish element types and layouts."""
     first, _ = make_backend()
     keys = hashes_of(1)
     first.batch_set_v1(keys, tokens_of([0]))
@@ -178,13 +178,14 @@ def test_another_element_type_or_layout_finds_nothing(make_backend):
     ],
 )
 def test_unknown_and_unsupported_settings_are_refused(make_backend, settings, message):
-    """They are refused at the start, with what to do."""
+    """Such settings are refused at the start, with what to do."""
     with pytest.raises(ConfigError, match=message):
         make_backend(**settings)
 
 
 def test_a_model_with_another_pool_than_its_kv_cache_is_refused(make_backend):
-    """Its prefixes could never be restored, so SGLang fails at the start and not in a thread."""
+    """Prefixes of such a model could never be restored, so SGLang fails at the start and not in
+    a thread."""
     backend, pool = make_backend()
 
     backend.register_mem_host_pool_v2(pool, "kv")

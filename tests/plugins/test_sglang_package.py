@@ -88,8 +88,8 @@ def make_pool(layout, dtype=torch.bfloat16):
     [(False, 0, 1), (True, 0, 1), (False, 1, 4), (True, 3, 8)],
 )
 def test_sglangs_test_of_batches_passes(monkeypatch, is_mla, rank, size):
-    """These are the four cases of `test_batch_operation` beside SGLang's Mooncake store: pages
-    with keys and values or one latent, first and later ranks."""
+    """The four cases of SGLang's `test_batch_operation`, which it has for its Mooncake store,
+    pass: pages with keys and values or one latent, first and later ranks."""
     SHARED.clear()
     name = "sglang.srt.mem_cache.storage.mooncake_store.test_mooncake_store"
     tests = importlib.import_module(name)
@@ -101,8 +101,8 @@ def test_sglangs_test_of_batches_passes(monkeypatch, is_mla, rank, size):
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
 def test_sglangs_controller_moves_pages_of_its_own_host_pool(layout):
-    """Its page functions move pages between two host pools, without a copy if the layout allows
-    it."""
+    """The controller's page functions move pages between two host pools, without a copy if the
+    layout allows it."""
     from sglang.srt.managers.cache_controller import HiCacheController
 
     SHARED.clear()

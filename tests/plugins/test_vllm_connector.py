@@ -166,7 +166,7 @@ def test_a_block_that_vllm_divides_for_its_kernel_moves_whole(rows):
 
 
 def test_a_kv_cache_with_another_number_of_blocks_is_refused():
-    """Its rows would be those of other blocks."""
+    """Rows of such a KV cache would be those of other blocks."""
     with pytest.raises(ConfigError, match="is not the 4 KV blocks"):
         KVPages({"l0": torch.zeros((6, 2, TOKENS, 4))}, 4)
 
@@ -183,7 +183,7 @@ def test_blocks_come_back_from_the_host_tier(make_engine, eviction):
 
 
 def test_a_second_instance_finds_the_blocks_of_the_first_in_storage(make_engine):
-    """This includes blocks that the first one's host tier has evicted since."""
+    """Blocks that the first instance's host tier has evicted since are found too."""
     first = make_engine(num_slots=16)
     hashes = make_hashes(12)
     first.serve("cold", hashes)
@@ -196,7 +196,7 @@ def test_a_second_instance_finds_the_blocks_of_the_first_in_storage(make_engine)
 
 
 def test_a_damaged_block_is_computed_and_what_follows_it_too(make_engine):
-    """Blocks before it are loaded; no wrong byte reaches the KV cache."""
+    """Blocks before the damaged one are loaded; no wrong byte reaches the KV cache."""
     first = make_engine()
     hashes = make_hashes(6)
     first.serve("cold", hashes)

@@ -131,8 +131,8 @@ def file_storage(path, **settings):
 
 
 def test_cold_warm_and_restarted_tokens_are_the_same(model, expected, tmp_path):
-    """The second round finds the prompts in the host tier, the second process in storage. vLLM's
-    metrics have Headwater's names."""
+    """The second round finds the prompts in the host tier, the second process in storage.
+    vLLM's metrics have Headwater's names."""
     job = {"connector": file_storage(tmp_path / "kv"), "batches": [make_prompts()]}
 
     first = Child(model, {**job, "rounds": 2, "reset": True, "drain_s": 600})
@@ -146,7 +146,7 @@ def test_cold_warm_and_restarted_tokens_are_the_same(model, expected, tmp_path):
 
 
 def test_two_instances_share_a_directory_while_both_run(model, expected, tmp_path):
-    """The second one finds what the first has written, and the first continues."""
+    """The second instance finds what the first has written, and the first continues."""
     job = {"connector": file_storage(tmp_path / "kv"), "batches": [make_prompts()]}
     first = Child(model, {**job, "drain_s": 600, "hold": True})
     first.read("drained")
@@ -220,8 +220,8 @@ def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
 
 
 def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
-    """It answers, then stops with SIGSTOP, then is killed. Requests wait for it until the deadline,
-    steps do not."""
+    """The Redis server answers, then stops with SIGSTOP, then is killed. Requests wait for it
+    until the deadline, steps do not."""
     port = 17_379
     server = start_redis(port, tmp_path)
     storage = {

@@ -212,7 +212,7 @@ def test_an_unknown_setting_is_an_error_with_a_suggestion(make_harness):
 
 
 def test_a_flipped_bit_is_a_failed_block_and_a_miss_afterwards(make_harness):
-    """Blocks before it are kept; the request does not look up the rest again."""
+    """Blocks before the damaged one are kept; the request does not look up the rest again."""
     harness = make_harness()
     written, keys = fill(harness, 4), make_offload_keys(4)
     harness.run(keys, range(4), load=False)

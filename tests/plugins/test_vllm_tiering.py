@@ -168,8 +168,8 @@ def in_memory():
 
 
 def test_chunks_come_back_cold_warm_evicted_restarted_and_in_a_second_instance(start, tmp_path):
-    """They come from the CPU tier, then from storage after other prompts took their place, then
-    in another process."""
+    """Chunks come from the CPU tier, then from storage after other prompts took their place,
+    then in another process."""
     first = start(**in_files(tmp_path / "kv"))
     keys = make_keys(8)
 
@@ -242,7 +242,7 @@ def test_storage_that_hangs_is_a_miss_and_serves_again_later(start):
 
 
 def test_a_redis_that_stops_is_a_miss(start, tmp_path):
-    """It answers, is stopped with SIGSTOP, then is killed."""
+    """The Redis server answers, is stopped with SIGSTOP, then is killed."""
     port = 17_380
     redis = start_redis(port, tmp_path)
     tier = {

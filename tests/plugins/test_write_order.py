@@ -47,7 +47,8 @@ def test_an_item_that_is_the_least_valuable_is_dropped_itself():
 
 
 def test_a_prefix_is_shared_once_two_prompts_went_on_differently():
-    """Its blocks are counted, and those before the branch get the rank of the branch."""
+    """Blocks of the prefix are counted, and those before the branch get the rank of the
+    branch."""
     uses = PrefixUses()
     uses.record(["system", "alice"])
     continued = uses.rank(["system", "alice", "more"], [(0, 1), (1, 2), (2, 3)])
@@ -60,7 +61,7 @@ def test_a_prefix_is_shared_once_two_prompts_went_on_differently():
 
 
 def test_a_request_that_branches_now_makes_its_prefix_shared_at_once():
-    """Its own blocks show where it differs from the prompt before."""
+    """The blocks of the new request show where it differs from the prompt before."""
     uses = PrefixUses()
     uses.record(["a", "b", "c"])
 

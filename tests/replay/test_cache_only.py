@@ -44,7 +44,7 @@ def plain_lru_hits(paths, capacity):
 @search(examples=150)
 @given(requests=traces(), capacity=st.integers(0, 12))
 def test_lru_hits_are_those_of_a_plain_computation(requests, capacity):
-    """They are equal block for block, also if a request is longer than the cache."""
+    """Hits are equal block for block, also if a request is longer than the cache."""
     paths = [request.hash_ids for request in requests]
 
     assert replay_cache(requests, capacity).hit_blocks == plain_lru_hits(paths, capacity)
@@ -53,7 +53,8 @@ def test_lru_hits_are_those_of_a_plain_computation(requests, capacity):
 @search(examples=60)
 @given(requests=traces(), capacity=st.integers(0, 12), name=st.sampled_from(sorted(POLICIES)))
 def test_a_cache_holds_no_more_than_its_capacity(requests, capacity, name):
-    """This is checked after every request and under every policy, with all invariants."""
+    """The capacity is checked after every request and under every policy, with all
+    invariants."""
     replay = CacheOnly(capacity, 12, eviction=name)
     for request in requests:
         replay.serve(request, request.whole_blocks())
@@ -72,7 +73,7 @@ def test_tokens_of_a_partial_block_are_counted_as_they_are():
 
 
 def test_the_command_prints_what_was_found(tmp_path, capsys):
-    """It prints one JSON object, for every policy and for the optimum."""
+    """The command prints one JSON object, for every policy and for the optimum."""
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}] * 2
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,7 +137,7 @@ def test_lru_on_the_public_traces_is_exact(name, capacity, share):
     ],
 )
 def test_session_closes_its_share_of_the_gap(name, capacity, closed):
-    """It learns from past requests only, without initial weights."""
+    """The policy learns from past requests only, without initial weights."""
     requests = public_trace(name)
     lru = replay_cache(requests, capacity).hit_blocks
     session = replay_cache(requests, capacity, eviction="session").hit_blocks
@@ -149,8 +150,8 @@ def test_session_closes_its_share_of_the_gap(name, capacity, closed):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("capacity", [300, 1_500, 6_000])
 def test_session_is_not_worse_than_lru_on_made_sessions(seed, capacity):
-    """It finds at least LRU minus 0.3 points on chats, documents and agents for which nothing
-    was tuned."""
+    """The policy finds at least LRU minus 0.3 points on chats, documents and agents for which
+    nothing was tuned."""
     requests = make_sessions(2_500, seed=seed)
     lru = replay_cache(requests, capacity).block_hit
     session = replay_cache(requests, capacity, eviction="session").block_hit

@@ -47,7 +47,7 @@ def test_a_prefix_of_many_sessions_belongs_to_no_session_of_a_trace():
 
 @pytest.mark.parametrize("name", ["arc", "lru", "s3fifo", "session"])
 def test_hints_help_every_policy(name):
-    """This holds on synthetic sessions, where most cached blocks are never used again."""
+    """Hints help on synthetic sessions, where most cached blocks are never used again."""
     requests = make_shape("mixed", 1_500, 3)
     plain = replay_cache(requests, 1_000, eviction=name)
     hinted = replay_cache(requests, 1_000, eviction=name, hints="perfect")
@@ -93,8 +93,8 @@ def test_knowing_whether_sessions_return_closes_most_of_the_gap():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capacity", [300, 1_500, 6_000])
 def test_session_is_not_worse_than_lru_on_unseen_shapes(shape, capacity):
-    """It finds at least LRU minus 0.3 points without initial weights, also for loops, scans and
-    changed habits."""
+    """The policy finds at least LRU minus 0.3 points without initial weights, also for loops,
+    scans and changed habits."""
     requests = make_shape(shape, 2_500, seed=21)
     lru = replay_cache(requests, capacity).block_hit
     session = replay_cache(requests, capacity, eviction="session").block_hit

@@ -79,7 +79,8 @@ def test_the_front_has_the_plans_that_no_other_beats_for_its_price():
 
 
 def test_the_verdict_without_an_slo_is_the_cheapest_that_is_nearly_as_fast_as_the_best():
-    """Its first token is within 5 % of the best; the verdict says what more money would buy."""
+    """The first token of that deployment is within 5 % of the best; the verdict says what more
+    money would buy."""
     pairs = ((1, 1000), (2, 520), (4, 500))
     points = [make_point(*pair) | {"name": f"size {pair[0]}"} for pair in pairs]
 
@@ -102,7 +103,7 @@ def test_the_verdict_does_not_recommend_a_higher_price_for_nothing():
 
 
 def test_a_deployment_that_refuses_requests_is_not_recommended():
-    """It has the best latencies because it serves nothing."""
+    """Such a deployment has the best latencies because it serves nothing."""
     points = [make_point(*pair) | {"name": f"size {pair[0]}"} for pair in ((1, 0), (2, 500))]
     points[0]["refused"] = 40
 

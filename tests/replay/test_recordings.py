@@ -56,8 +56,8 @@ async def serve_turns(path, num_turns=4):
 
 @pytest.mark.slow
 def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
-    """This holds request by request, including generated blocks that returned with the next
-    turn."""
+    """Cached tokens are equal request by request, including generated blocks that returned with
+    the next turn."""
     path = tmp_path / "served.jsonl"
     found, _ = asyncio.run(serve_turns(path))
     # The simulated machine is far slower than the echo: let each turn end before the next.
@@ -71,7 +71,8 @@ def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
 
 @pytest.mark.slow
 def test_nothing_of_the_content_is_in_a_recording(tmp_path):
-    """It has only times, lengths and keys; the same requests have other keys the next time."""
+    """A recording has only times, lengths and keys; the same requests have other keys the next
+    time."""
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for path in (first, second):
         asyncio.run(serve_turns(path, num_turns=2))

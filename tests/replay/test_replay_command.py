@@ -41,7 +41,8 @@ def trace(tmp_path):
 
 
 def test_json_has_what_is_promised_and_is_the_same_each_time(trace, capsys):
-    """It has the keys and percentiles, and equal bytes except for the wall time."""
+    """The JSON has the documented keys and percentiles, and equal bytes except for the wall
+    time."""
     results = []
     for _ in range(2):
         flags = ["--host-gib", "2", "--slo", "ttft_p99=2s,itl_p99=1s", "--json"]
@@ -196,7 +197,7 @@ def test_the_command_knows_every_machine_and_every_policy():
 
 
 def test_help_teaches_by_example(capsys):
-    """It has commands that can be copied, and a link to the documentation."""
+    """The help has commands that can be copied, and a link to the documentation."""
     with pytest.raises(SystemExit):
         main(["replay", "--help"])
     printed = capsys.readouterr().out
@@ -307,7 +308,7 @@ def test_calibration_takes_the_result_of_a_gpu(tmp_path):
 
 
 def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
-    """It refuses other JSON, no JSON, and figures that are not numbers."""
+    """The command refuses other JSON, no JSON, and figures that are not numbers."""
     path = tmp_path / "result.json"
     for text, message in (
         ("{}", "has no figures for the cost model"),

@@ -101,7 +101,7 @@ def serve_live(requests, *, num_blocks):
 
 
 def test_a_replay_finds_what_a_live_engine_finds():
-    """This holds request by request, with evictions, for a live engine that serves the same
+    """Hits are equal request by request, with evictions, for a live engine that serves the same
     requests."""
     requests = [
         TraceRequest(request.hash_ids, request.input_length, 20, 10.0 * number, 16)
@@ -179,7 +179,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_counted():
 
 
 def test_instances_share_storage_and_nothing_else():
-    """The other instance finds what one stored; without storage it does not."""
+    """With storage an instance finds what the other one stored; without storage it does not."""
     path = list(range(12))
     requests = [TraceRequest(path, 192, 2, at_s, 16) for at_s in (0.0, 60.0)]
     apart = {"num_instances": 2, "router": "round_robin"}

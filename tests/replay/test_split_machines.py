@@ -17,7 +17,7 @@ def _step_s(machine, **work):
 
 
 def test_one_rank_is_the_machine_itself():
-    """Nothing is added."""
+    """With one rank no collective is added."""
     machine = preset("h200-8b")
 
     assert split_over_ranks(machine, 1, NVLINK) is machine

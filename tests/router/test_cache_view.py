@@ -29,7 +29,7 @@ def removed(*hashes, medium="GPU"):
 
 
 def test_a_match_is_the_leading_run_in_any_medium():
-    """It ends at the first block that is in no medium."""
+    """The match ends at the first block that is in no medium."""
     view = BlockView("life")
     view.apply(0, batch(stored(1, 2), stored(2, 3, medium="CPU"), stored(5)))
 
@@ -66,7 +66,7 @@ def test_a_gap_changes_nothing_but_the_trust():
 
 
 def test_a_snapshot_closes_any_gap():
-    """Lesson 71: it begins with a clear event, followed by everything."""
+    """Lesson 71: a snapshot begins with a clear event, followed by everything."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))
     view.apply(50, batch(stored(7)))

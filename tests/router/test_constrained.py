@@ -84,7 +84,8 @@ def events(
 
 
 def test_a_killed_instances_constrained_stream_continues_valid(cluster):
-    """It has the tokens of an undisturbed instance, and follows its schema."""
+    """The continued stream has the tokens of an undisturbed instance, and follows its
+    schema."""
     router, servers = cluster
     fields = {
         "prompt": "a constrained stream that breaks, " * 20,
@@ -162,8 +163,9 @@ def test_a_killed_instances_message_comes_whole(cluster):
 
 
 def test_a_stored_response_leads_to_its_instance(cluster):
-    """This holds at any load and after a restart of its engine; a salt of another tenant finds
-    nothing. When the instance is gone, the answer is a 404."""
+    """The instance that has the response is chosen at any load and after a restart of its
+    engine; a salt of another tenant finds nothing. When the instance is gone, the answer is a
+    404."""
     router, servers = cluster
     url = router.url + "/v1/responses"
     body: dict[str, Any] = {"input": "Hello there", "max_output_tokens": 8}

@@ -67,7 +67,8 @@ def count(url: str, series: str) -> float:
 
 
 def test_a_router_killed_before_it_forwards(cluster, prompt):
-    """It waits for a prompt's tokens: no instance has the request, and none ever gets it."""
+    """The killed router waits for a prompt's tokens: no instance has the request, and none ever
+    gets it."""
     place = urlsplit(cluster.router.url)
     client = http.client.HTTPConnection(place.hostname or "", place.port, timeout=20)
     with stopped(*(pid for server in cluster.decoding for pid in server.worker_pids)):
@@ -84,7 +85,8 @@ def test_a_router_killed_before_it_forwards(cluster, prompt):
 
 
 def test_a_router_killed_while_a_prompt_is_handed_over(cluster, prompt):
-    """It waits for D, which waits for P: both are told that the request was aborted."""
+    """The killed router waits for D, which waits for P: both are told that the request was
+    aborted."""
     with stopped(cluster.prefill.engine_pid):
         asking = cluster.ask_aside(prompt=prompt)
         handed = 'pd_handoffs_in_flight{side="decode"}'
@@ -144,8 +146,8 @@ def test_a_router_killed_while_a_stream_is_taken_up_elsewhere(cluster, prompt):
 
 @pytest.mark.nightly
 def test_a_returned_request_continues_on_its_instance_if_there_is_no_other(cluster, prompt):
-    """Lesson 55: it continues after the request that preempted it has ended, without an
-    error."""
+    """Lesson 55: the returned request continues after the request that preempted it has ended,
+    without an error."""
     (home,), prompt = cluster.decoding, prompt[:160]
     cluster.ask(prompt=prompt, max_tokens=1)
 

@@ -56,8 +56,8 @@ def test_an_instance_that_hangs_loses_its_requests():
 
 
 def test_an_instance_whose_engine_hangs_does_not_count_as_alive():
-    """Lesson 52: its HTTP server still answers, but that does not count; a stream continues
-    elsewhere, and the instance returns with its engine."""
+    """Lesson 52: the HTTP server of the instance still answers, but that does not count; a
+    stream continues elsewhere, and the instance returns with its engine."""
 
     async def scenario(harness):
         one = harness.add(engine=HangingEngine, silent_s=0.3)
@@ -80,8 +80,8 @@ def test_an_instance_whose_engine_hangs_does_not_count_as_alive():
 
 
 def test_a_draining_instance_gets_nothing_new():
-    """Lesson 59: it finishes its requests; heartbeats do not make it ready again, but a restart
-    does."""
+    """Lesson 59: a draining instance finishes its requests; heartbeats do not make it ready
+    again, but a restart does."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -168,7 +168,7 @@ def test_instances_that_are_lost_and_return_are_logged(caplog):
 
 
 def test_a_router_that_was_paused_does_not_lose_its_instances(caplog):
-    """It could not receive heartbeats: only silence while it ran counts."""
+    """A paused router could not receive heartbeats: only silence while it ran counts."""
     clock = VirtualClock()
     config = RouterConfig(peer_token="t" * 32)
     registry = make_registry(clock, config)

@@ -292,8 +292,8 @@ def test_an_instance_killed_while_streaming_is_not_noticed(cluster):
 
 
 def test_a_stopped_instance_drains(cluster):
-    """Lesson 59: it finishes its requests, new ones go elsewhere; without any instance there is
-    a 503."""
+    """Lesson 59: a stopped instance finishes its requests, new ones go elsewhere; without any
+    instance there is a 503."""
     router, *servers = cluster
     server = next(server for server in servers if server.process.poll() is None)
     stream = Stream(router.url, {"prompt": "drains", "max_tokens": 300})

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 
 def check_the_page_of_a_prefill_instance(browser, server):
-    """It counts the prompt that was handed to it, although no client sent it directly."""
+    """The page counts the prompt that was handed to the instance, although no client sent it
+    directly."""
     own = Watch(browser).open(server.url)
     own.wait_for("live")
     own.page.wait_for_function(

@@ -92,7 +92,7 @@ def test_prompts_spread_over_decode_instances(pairs):
 
 
 def test_a_prefill_instance_only_prefills(pairs):
-    """It refuses direct requests of clients with the reason."""
+    """A prefill instance refuses direct requests of clients with the reason."""
     answer = httpx.post(
         f"{pairs.urls['prefill-1']}/v1/completions", json={"prompt": "x"}, timeout=30
     )
@@ -102,7 +102,8 @@ def test_a_prefill_instance_only_prefills(pairs):
 
 
 def test_a_killed_decode_instance_is_not_noticed(pairs):
-    """Its stream continues on the other one, handed off by the same prefill instance."""
+    """The stream continues on the other decode instance, handed off by the same prefill
+    instance."""
     prompt = "a stream that is handed over, " * 20
     stream = Stream(pairs.url, {"prompt": prompt, "max_tokens": 300})
     pieces = [stream.next() for _ in range(4)]

@@ -23,7 +23,7 @@ def choose(policy, prompt_tokens, *candidates):
 
 
 def test_round_robin_takes_turns():
-    """What each has cached does not matter."""
+    """Neither cached tokens nor running requests change the turn."""
     policy = make_policy("round_robin")
     candidates = [Candidate(name="a", num_alive=9), Candidate(name="b")]
 
@@ -40,7 +40,8 @@ def test_least_load_counts_requests_first():
 
 
 def test_cache_aware_goes_where_the_least_is_left_to_do():
-    """Cached tokens count against the work that waits there."""
+    """The instance with the prefix is not chosen when more tokens wait there than the prefix
+    saves."""
     home = Candidate(name="home", cached_tokens=900)
     busy = Candidate(name="home", cached_tokens=900, outstanding_tokens=5000)
     other = Candidate(name="other")
@@ -68,7 +69,7 @@ def test_a_quiet_cluster_keeps_a_conversation_together():
 
 
 def test_recent_work_decays_with_time():
-    """It falls to a third after the mean time."""
+    """Recent work falls to a third after its mean life."""
     work = RecentWork()
     work.add(1000, now=5.0)
     work.add(1000, now=5.0)

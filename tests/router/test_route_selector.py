@@ -55,7 +55,8 @@ def test_a_long_prompt_gets_a_pair_and_a_short_one_does_not():
 
 
 def test_an_overloaded_prefill_instance_is_helped_by_one_with_less_work():
-    """Lesson 56: it keeps its work, and gets more when it has caught up."""
+    """Lesson 56: the overloaded instance keeps its work, and gets more when it has caught
+    up."""
     known = KnownInstances(p="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
 
@@ -65,7 +66,7 @@ def test_an_overloaded_prefill_instance_is_helped_by_one_with_less_work():
 
 
 def test_another_prefill_instance_comes_before_help():
-    """The one with less to do is chosen first."""
+    """The prefill instance with less to do is chosen first."""
     known = KnownInstances(p="prefill", q="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
 
@@ -73,7 +74,8 @@ def test_another_prefill_instance_comes_before_help():
 
 
 def test_tried_draining_and_silent_instances_are_skipped():
-    """This holds for either role; without an instance that can serve there is no route."""
+    """Instances of either role are skipped; without an instance that can serve there is no
+    route."""
     known = KnownInstances(p="prefill", q="prefill", d="decode", e="decode")
     known.registry.drain("p")
 

@@ -230,7 +230,7 @@ def test_a_router_that_comes_late_learns_all():
 
 
 def test_without_events_load_decides():
-    """This is the explicit fallback: nothing is assumed about a cache without events."""
+    """Load is the explicit fallback: nothing is assumed about a cache without events."""
 
     async def scenario(harness):
         one, two = harness.add(events=False), harness.add(events=False)

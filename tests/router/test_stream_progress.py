@@ -151,7 +151,7 @@ def test_tokens_that_show_nothing_are_known_too():
 
 
 def test_a_stream_cannot_continue_after_an_event_without_tokens():
-    """Then a broken stream can only be ended."""
+    """After such an event a broken stream can only be ended."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c") + event("d"))
 

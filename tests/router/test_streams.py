@@ -51,8 +51,8 @@ MANY = {"n": 3, "logprobs": 1, "presence_penalty": 0.5, "stop": ["q", "Qm"]}
     ],
 )
 def test_a_broken_stream_continues_on_another_instance(path, extra, how):
-    """It continues token by token, as if undisturbed, for any number of choices and options;
-    internal marks never reach a client."""
+    """The stream continues token by token, as if undisturbed, for any number of choices and
+    options; internal marks never reach a client."""
 
     async def scenario(harness):
         body: dict[str, Any] = {"max_tokens": 300, "stream": True, "seed": 5} | extra
@@ -175,8 +175,8 @@ class GivingBack:
 
 @pytest.mark.parametrize(("times", "num_instances"), [(1, 2), (7, 1)])
 def test_a_returned_request_continues(times, num_instances):
-    """Lesson 55: it continues on another instance, or on the same one if there is no other, as
-    long as it makes progress; the instance has not failed and gets other requests."""
+    """Lesson 55: the request continues on another instance, or on the same one if there is no
+    other, as long as it makes progress; the instance has not failed and gets other requests."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(num_instances)]

@@ -59,7 +59,7 @@ def test_a_token_depends_on_all_that_was_written_before() -> None:
 
 
 def test_an_overwritten_block_changes_the_token() -> None:
-    """This happens when a block is given to another sequence too early."""
+    """A block is overwritten when it is given to another sequence too early."""
     runner = make_runner()
     run(runner, make_batch([1, 2, 3, 4, 5]))
     run(runner, make_batch([7, 8], step=1, table=(0,), name="b"))

@@ -117,9 +117,9 @@ def cases(draw, *, with_aborts: bool = False, late_share: float = 0.0) -> Case:
 @search(examples=150)
 @given(case=cases())
 def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
-    """This checks liveness and the three equalities at once, at both depths, for any pool that
-    can hold one request: cache, chunks, preemption and other rows change no token, and nothing
-    leaks."""
+    """Every request ends, and the three equalities hold at once, at both depths, for any pool
+    that can hold one request: cache, chunks, preemption and other rows change no token, and
+    nothing leaks."""
     case.run()
 
     for _, request in case.arrivals:

@@ -142,7 +142,7 @@ def test_a_load_may_take_as_long_as_the_backlog_and_the_longest_wait():
 
 
 def test_a_link_without_measurements_is_tried():
-    """Otherwise it would never be measured."""
+    """A link that is never tried would never be measured."""
     assert make_choice(LowerTierMatch(host=4), prefill=None, host=SLOW).reason == "unmeasured"
     assert make_choice(LowerTierMatch(4, 4)).num_blocks == 8
 

@@ -147,7 +147,8 @@ def test_a_request_may_override_the_load_policy():
 
 
 def test_a_request_may_have_its_own_deadline():
-    """It is shorter than that of the settings, and applies only to this request."""
+    """A request's deadline is shorter than that of the settings, and applies only to this
+    request."""
     harness = make_measured(token_s=1e-6, block_s=1.0, settings={"load_policy": "deadline"})
     harness.copier.held = True
     short = make_request("short", PROMPT, max_tokens=1)
@@ -190,7 +191,7 @@ def test_the_loop_sleeps_while_requests_wait_for_a_lookup():
 
 
 def test_best_effort_does_not_sleep_until_the_lookup_ends():
-    """Lesson 45: it waits for nothing, so the loop has work."""
+    """Lesson 45: a best-effort request waits for nothing, so the loop has work."""
     settings = {"load_policy": "best_effort"}
     harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage(), settings=settings)
     harness.workers.held = True
@@ -202,7 +203,8 @@ def test_best_effort_does_not_sleep_until_the_lookup_ends():
 
 
 def test_the_ledger_has_choices_with_their_prices():
-    """It has recent decisions with their prices, and the rates for the next decision."""
+    """The ledger has recent decisions with their prices, and the rates for the next
+    decision."""
     harness = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
 
     harness.run(make_request("a", PROMPT, max_tokens=1))
@@ -254,7 +256,7 @@ def test_deadline_loads_and_gives_up():
 
 
 def test_best_effort_does_not_wait_for_an_answer():
-    """Lesson 45: it has computed everything before storage answers."""
+    """Lesson 45: the request has computed everything before storage answers."""
     harness = make_stored(settings={"load_policy": "best_effort"})
     harness.workers.held = True
 
@@ -434,7 +436,7 @@ def test_writes_keep_up_with_the_blocks_that_a_step_computes():
     [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}, {"max_write_blocks": 0}],
 )
 def test_impossible_settings_are_refused(settings):
-    """They are refused before anything runs."""
+    """Impossible settings are refused before anything runs."""
     with pytest.raises(ConfigError):
         SchedulerConfig(max_model_len=100, **settings)
 

@@ -33,8 +33,8 @@ def prompt(num_tokens, family):
 
 
 def test_a_step_with_decodes_takes_the_prompt_tokens_that_fit_its_target():
-    """Forty milliseconds less the decodes hold tokens of 20 microseconds each; there is always
-    at least one."""
+    """Forty milliseconds less the decodes hold tokens of 20 microseconds each; a step takes at
+    least 128."""
     target = ItlTarget(min_s=0.040)
 
     assert target.chunk_tokens(StepCosts(decode_s=0.008, token_s=20e-6)) == 1472
@@ -58,7 +58,7 @@ def test_a_target_that_cannot_be_met_is_refused(wrong):
 
 @given(start=st.integers(0, 200_000), cost=st.floats(1, 50_000))
 def test_affordable_tokens_cost_no_more_than_the_budget(start, cost):
-    """One token more would cost more."""
+    """The tokens fit into the budget, and two more tokens would not."""
     num_tokens = affordable_tokens(start, cost)
 
     assert num_tokens == 1 or chunk_cost(start, num_tokens) <= cost * (1 + 1e-9)
@@ -66,7 +66,7 @@ def test_affordable_tokens_cost_no_more_than_the_budget(start, cost):
 
 
 def test_tokens_after_a_long_context_count_for_more():
-    """Attention reads the context for each of them."""
+    """Attention of each token reads the whole context."""
     assert affordable_tokens(0, 1000) > affordable_tokens(32768, 1000) >= 490
 
 
@@ -122,8 +122,8 @@ def test_short_prompts_pass_many_long_ones_that_wait():
 
 
 def test_few_long_prompts_hold_blocks_under_overload():
-    """All prompts are old there. Each holds blocks for its whole length, so those whose turn is
-    later wait without blocks."""
+    """Under overload all prompts are old. Each prompt that has begun holds blocks for its whole
+    length, so those whose turn is later wait without blocks."""
     engine = serve(32, max_num_seqs=32)
     for family in range(24):
         engine.add(make_request(f"long-{family}", prompt(400, family), max_tokens=1))
@@ -208,7 +208,7 @@ def test_short_prompts_are_spread_over_steps_that_stay_short():
 
 
 def test_a_long_queue_of_short_prompts_is_not_spread():
-    """It would take more than a few steps, so the target alone decides."""
+    """Spreading a long queue would take more than a few steps, so the target alone decides."""
     target = ItlTarget(min_s=10.0, short_share=0.8)
     engine = serve(8192, itl=target, max_num_seqs=256)
     engine.add(make_request("decoding", prompt(8, 1), max_tokens=80))
@@ -223,7 +223,8 @@ def test_a_long_queue_of_short_prompts_is_not_spread():
 
 
 def test_a_long_prompt_begins_in_the_step_after_the_short_ones():
-    """Its chunk would make their step a long one; the next step computes it."""
+    """A chunk of the long prompt would make the short prompts' step a long one; the next step
+    computes it."""
     target = ItlTarget(min_s=10.0, short_share=0.8)
     engine = serve(8192, itl=target, max_num_seqs=64)
     engine.add(make_request("decoding", prompt(8, 1), max_tokens=80))

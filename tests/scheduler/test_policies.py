@@ -161,7 +161,8 @@ def test_growth_never_exceeds_what_a_sequence_may_need(
 
 
 def test_a_chunk_takes_what_the_step_has() -> None:
-    """It is bounded by the rest of the prompt, the rest of the step, and the longest chunk."""
+    """A chunk is bounded by the rest of the prompt, the rest of the step, and the longest
+    chunk."""
     budget = StepBudget(num_tokens=12, num_places=3, max_chunk=6)
 
     sizes = [budget.spend_chunk(make_sequence(0, prompt=p)).num_tokens for p in (4, 30, 30)]
@@ -192,6 +193,7 @@ def test_a_step_budget_without_places_is_full() -> None:
     ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
-    """They are refused before anything runs, with a message that names the setting."""
+    """Impossible settings are refused before anything runs, with a message that names the
+    setting."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SchedulerConfig(**{"max_model_len": 100, **wrong})  # type: ignore[arg-type]

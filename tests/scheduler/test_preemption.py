@@ -39,7 +39,8 @@ def test_the_newest_is_preempted_and_the_oldest_never(depth: int) -> None:
 
 
 def test_the_lowest_priority_is_preempted() -> None:
-    """Lesson 36: this holds under the `priority` policy, even if it is the oldest."""
+    """Lesson 36: under the `priority` policy the sequence of the lowest priority is the victim,
+    even if it is the oldest."""
     harness = Harness(num_blocks=20, settings={"policy": "priority"})
     crowd = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40, priority=3 - n)
@@ -98,7 +99,7 @@ def test_a_victim_is_saved_to_a_lower_tier() -> None:
 
 
 def test_saving_can_be_turned_off() -> None:
-    """Lesson 29: then a victim's blocks are only kept as long as the device can."""
+    """Lesson 29: without saving, a victim's blocks are only kept as long as the device can."""
     harness = Harness(num_blocks=20, host_blocks=50, settings={"save_preempted": False})
 
     harness.run(*make_crowd(3))
@@ -269,7 +270,7 @@ def test_no_more_blocked_sequences_are_looked_past_than_allowed(
 
 
 def test_nothing_passes_a_preempted_sequence() -> None:
-    """It was already running; small new requests must not keep it out."""
+    """A preempted sequence was already running; small new requests must not keep it out."""
     harness = Harness(num_blocks=20)
     harness.add(*make_crowd(3))
     step_until_preempted(harness)

@@ -58,8 +58,8 @@ def move_to(engine, at_s):
 
 
 def test_a_parked_session_is_back_when_it_is_expected():
-    """Its blocks are loaded from the host two seconds before, so its next turn does not
-    wait."""
+    """Blocks of the session are loaded from the host two seconds before its time, so its next
+    turn does not wait."""
     engine = make_engine()
     park(engine)
     move_to(engine, 7.9)
@@ -85,7 +85,8 @@ def test_an_idle_engine_sleeps_until_a_session_is_due():
 
 
 def test_a_session_comes_up_from_storage_in_two_steps():
-    """It is loaded from storage to the host and then to the device, without a request."""
+    """The session is loaded from storage to the host and then to the device, without a
+    request."""
     engine = make_engine(host_blocks=8, storage=make_storage(4))
     park(engine)
     move_to(engine, 8.1)
@@ -106,7 +107,7 @@ def test_nothing_is_prefetched_for_a_closed_session():
 
 
 def test_a_setting_turns_prefetching_off():
-    """Then hints still count for eviction, but cause no loads."""
+    """With the setting off, hints still count for eviction, but cause no loads."""
     engine = make_engine(settings={"prefetch_sessions": False})
     park(engine)
     move_to(engine, 11.0)

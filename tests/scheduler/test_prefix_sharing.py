@@ -51,7 +51,7 @@ def test_too_little_in_flight_is_not_worth_a_wait() -> None:
 
 
 def test_a_prefix_wait_ends_when_the_computing_sequence_is_aborted() -> None:
-    """It continues with the committed blocks and computes the rest."""
+    """The waiting sequence continues with the committed blocks and computes the rest."""
     harness = Harness(settings=CHUNKED)
     source, waiter = make_request("a", make_prompt(40)), make_request("b", make_prompt(42))
     harness.add(source, waiter)
@@ -126,7 +126,7 @@ def test_a_waiter_waits_again_for_what_follows_its_prefix() -> None:
 
 
 def test_waiters_of_an_aborted_prefill_wait_for_the_next_one() -> None:
-    """One of them computes the prefix, and the others do not compute it at the same time."""
+    """One waiter computes the prefix, and the others do not compute it at the same time."""
     harness = Harness(num_blocks=400, settings=CHUNKED)
     source = make_request("a", make_prompt(200), max_tokens=1)
     harness.add(source, *(make_request(f"r{n}", [*make_prompt(200), n]) for n in range(6)))
@@ -153,7 +153,7 @@ def test_no_sequence_waits_for_a_waiting_sequence() -> None:
 
 
 def test_a_prefix_wait_ends_when_the_computing_sequence_is_preempted() -> None:
-    """It does not wait for a sequence that waits itself."""
+    """A sequence does not wait for another one that waits itself."""
     harness = Harness(num_blocks=14, settings=CHUNKED)
     harness.add(make_request("old", make_prompt(8, family=1), max_tokens=40))
     harness.step()

@@ -43,7 +43,7 @@ def test_numbers_outside_their_bounds_are_refused(name):
     ],
 )
 def test_invalid_sampling_parameters_get_a_message(asked, sentence):
-    """This holds for counts, biases, and fields that contradict each other."""
+    """Counts, biases, and fields that contradict each other are refused with a message."""
     with pytest.raises(RequestError, match=sentence):
         SamplingParams(**asked)
 

@@ -55,7 +55,7 @@ def test_a_long_prompt_leaves_tokens_for_a_short_one() -> None:
 
 
 def test_the_batch_says_where_everything_is() -> None:
-    """It has the positions, context, tables and histories of a chunk and of a decode."""
+    """A batch has the positions, context, tables and histories of a chunk and of a decode."""
     harness = Harness(settings={"max_num_seqs": 2, "max_batched_tokens": 6})
     harness.add(make_request("a", make_prompt(9)))
     harness.steps(3)
@@ -163,8 +163,8 @@ def test_the_pool_ends_an_output_that_fills_it(depth: int) -> None:
 
 
 def test_requests_that_can_never_be_served_are_refused_at_once() -> None:
-    """They are too long, empty, without output, or have the id of a running request; nothing is
-    kept."""
+    """Such requests are too long, empty, without output, or have the id of a running request;
+    nothing of them is kept."""
     harness = Harness(num_blocks=4, settings={"max_model_len": 100})
     harness.add(make_request("a", make_prompt(16)))
 
@@ -210,7 +210,8 @@ def test_a_block_is_found_only_after_its_step_was_collected(depth: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_the_token_chosen_last_is_never_published(max_tokens: int) -> None:
-    """Lesson 41: its KV is not written, even if it would fill a block."""
+    """Lesson 41: the KV of the last token is not written, so a block that it would fill is not
+    published."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(7), max_tokens=max_tokens))
     tokens = np.array([*make_prompt(7), *harness.outputs["a"]], dtype=np.int32)
@@ -271,7 +272,7 @@ def test_a_full_hit_computes_the_last_block_only() -> None:
 
 
 def test_usage_is_on_the_first_output_only() -> None:
-    """It has prompt tokens by source, and the reason why not more were found."""
+    """Usage has prompt tokens by source, and the reason why not more were found."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(20)))
 
@@ -325,7 +326,8 @@ def test_a_paused_scheduler_admits_no_sequence_and_still_aborts() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_sequences_resume_while_paused(depth: int) -> None:
-    """They are not new: a drain ends although the pool is too small for all at once."""
+    """Preempted sequences are not new: a drain ends although the pool is too small for all at
+    once."""
     harness = Harness(num_blocks=20, depth=depth)
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
@@ -383,7 +385,8 @@ def test_abort_is_idempotent_and_returns_every_slot(depth: int, step: int) -> No
 
 
 def test_a_name_can_be_used_again_at_once_after_an_abort() -> None:
-    """This holds even while its first step is still in flight; results do not mix."""
+    """The name is free even while a step of the aborted request is still in flight; results do
+    not mix."""
     harness = Harness(depth=2)
     harness.add(make_request("a", make_prompt(9)))
     harness.step()

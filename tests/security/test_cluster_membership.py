@@ -43,7 +43,8 @@ def test_an_api_key_registers_nothing():
 
 
 def test_a_router_without_a_secret_does_not_start():
-    """Lesson 80: this holds also on loopback; --insecure is the explicit exception."""
+    """Lesson 80: the router does not start on loopback either; --insecure is the explicit
+    exception."""
     with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):
         RouterConfig()
     assert RouterConfig(is_insecure=True).peer_token is None
@@ -140,7 +141,7 @@ def test_a_signed_header_that_is_sent_twice_is_no_signature(name, is_first):
 
 @pytest.mark.parametrize("stamp", ["\xb2", "\xb9000", "-1", "1e3", "", "9" * 13])
 def test_a_stamp_that_is_no_number_is_refused(stamp):
-    """This includes digits that are not ASCII, which int() does not read."""
+    """Digits such as `²`, which int() does not read, are refused like letters."""
     auth = ClusterAuth(TOKEN, lambda: 1000.0)
     assert not auth.verify(scope_of([(SIGNATURE_HEADER, f"v1 {stamp} a b")]))
     assert not check_digest("\xb2", b"")

@@ -184,7 +184,7 @@ def test_requests_sent_ahead_are_bounded():
 
 
 def test_a_body_that_trickles_in_is_ended():
-    """Its pauses are short, but it is slower than the slowest rate."""
+    """The pauses in the body are short, but it is slower than the slowest rate."""
     limits = ConnectionLimits(body_timeout_s=10.0, min_body_rate=1000)
     connection: Any = GuardedProtocol.__new__(GuardedProtocol)
     connection._guard = ConnectionGuard(limits, VirtualClock())
@@ -222,7 +222,8 @@ def test_one_address_gets_its_share_of_connections_only():
 
 
 def test_limits_hold_for_all_workers_together():
-    """They hold however the kernel distributes connections, and after a worker was replaced."""
+    """The limits hold however the kernel distributes connections, and after a worker was
+    replaced."""
     file = make_counts_file(2)
     limits = ConnectionLimits(max_connections=8, max_connections_per_address=3)
 

@@ -128,8 +128,7 @@ def test_requests_of_other_tenants_are_the_admins_business(keys_file):
 
 
 def test_a_key_over_its_limits_gets_a_429(tmp_path):
-    """This holds for rate and concurrency, each with Retry-After; other keys are not
-    affected."""
+    """Rate and concurrency are limited, each with Retry-After; other keys are not affected."""
     path = write(
         tmp_path / "keys.json",
         {"name": "slow", "key": ALICE, "requests_per_minute": 2},

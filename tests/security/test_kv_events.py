@@ -54,7 +54,8 @@ def replayed(endpoint, keys=None, within_ms=1500):
 
 
 def test_a_listener_without_the_secret_gets_nothing():
-    """It gets no replay and no events, neither without keys nor with keys of another token."""
+    """The listener gets no replay and no events, neither without keys nor with keys of another
+    token."""
     source = publisher(keys=CurveKeys.of_token(TOKEN))
     try:
         assert replayed(source.replay_endpoint) is None
@@ -129,7 +130,7 @@ def test_an_insecure_publisher_warns(monkeypatch, caplog):
 
 
 def test_the_router_follows_with_the_secret():
-    """Its view of an instance whose sockets are authenticated is exact."""
+    """The router's view of an instance whose sockets are authenticated is exact."""
 
     async def scenario(harness):
         instance = harness.add()

@@ -80,7 +80,7 @@ def test_a_long_text_is_read_whole():
 
 
 def test_token_ids_come_back_as_they_were():
-    """This holds for one list, several lists, and resumed output."""
+    """Token ids are unchanged in one list, in several lists, and in resumed output."""
     ids = list(range(200_000))
     flat = json.dumps({"prompt": ids}).encode()
     nested = json.dumps(
@@ -141,7 +141,7 @@ def test_only_prompts_are_long(case):
 
 
 def test_the_arguments_of_calls_count_as_values():
-    """They are JSON inside a text, and are parsed when the prompt is made."""
+    """Arguments are JSON inside a text, and are parsed when the prompt is made."""
     arguments = "[" + "[]," * 150_000 + "1]"
     call = {"function": {"name": "f", "arguments": arguments}}
     chat = {"messages": [{"role": "assistant", "tool_calls": [call]}] * 2}
@@ -267,7 +267,8 @@ def test_many_blocks_of_a_message_are_joined_once():
 
 
 def test_a_grammar_that_is_too_long_is_refused_unread(monkeypatch):
-    """It is neither converted nor written as JSON: both take seconds for megabytes."""
+    """A long grammar is neither converted nor written as JSON: both take seconds for
+    megabytes."""
     monkeypatch.setattr(structured, "to_lark", lambda grammar: pytest.fail("converted"))
     monkeypatch.setattr(json, "dumps", lambda *args, **kwargs: pytest.fail("written"))
     monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("read"))
@@ -284,7 +285,7 @@ def test_a_grammar_that_is_too_long_is_refused_unread(monkeypatch):
 
 
 def test_schemas_of_forced_tools_have_a_limit():
-    """They become a grammar, which is compiled and sent to the engine."""
+    """Schemas become a grammar, which is compiled and sent to the engine."""
     long = {"type": "object", "properties": {"a": {"description": "x" * (1 << 17)}}}
     tools = [
         {"type": "function", "function": {"name": f"f{n}", "parameters": long}}
@@ -313,7 +314,7 @@ def test_the_start_of_a_conversation_is_named_without_reading_megabytes():
 
 
 def test_a_cancelled_request_leaves_no_half_read_worker():
-    """The next body does not get the result of the one before."""
+    """The next body does not get the result of the cancelled one."""
 
     async def scenario():
         parser = BodyParser()
@@ -400,7 +401,7 @@ def test_a_router_reads_long_bodies_in_another_process(monkeypatch):
 
 
 def test_a_router_hashes_no_prompt_that_is_longer_than_any_context():
-    """This holds for a text and for token ids: the instance refuses them."""
+    """Neither a text nor token ids of such a length are hashed: the instance refuses them."""
     fits = prompt_fields("/v1/completions", b'{"prompt": [1, 2, 3]}', 64 * 16)
     long = json.dumps({"prompt": [1] * 65}).encode()
 

@@ -103,7 +103,7 @@ def test_a_path_is_forwarded_as_it_was_sent():
     "origin", ["http://evil.example", "null", "http://localhost:1", "http://[", "http://[x]"]
 )
 def test_a_page_of_another_origin_controls_nothing(path, origin):
-    """This holds with a body or without one, whatever its content type."""
+    """The request is refused with a body or without one, whatever its content type."""
 
     async def scenario(harness):
         post, headers = harness.client.post, {"origin": origin}
@@ -133,7 +133,7 @@ def test_a_control_body_is_json(path):
 
 
 def test_the_servers_own_page_may_control_it():
-    """Its requests have the same origin and no body, or JSON."""
+    """Requests of the server's own page have the same origin and no body, or JSON."""
 
     async def scenario(harness):
         headers = {"origin": "http://localhost"}
@@ -191,7 +191,7 @@ def test_a_rebound_name_is_refused(host):
     ],
 )
 def test_which_hosts_are_accepted(bound, allowed, any_name, accepted, refused):
-    """They are loopback names, the bound address, and what --allowed-hosts names."""
+    """Accepted hosts are loopback names, the bound address, and what --allowed-hosts names."""
     policy = HostPolicy(bound, allowed, any_name=any_name)
 
     assert all(policy.accepts(host) for host in accepted)

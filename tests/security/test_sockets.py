@@ -120,8 +120,8 @@ def test_every_listener_is_on_loopback(listeners):
 
 
 def test_http_listeners_refuse_unauthenticated_clients(listeners):
-    """They refuse a registration without the token, control from web pages, and a foreign
-    Host."""
+    """HTTP listeners refuse a registration without the token, control from web pages, and a
+    foreign Host."""
     for address, port in listeners[0]:
         url = f"http://{address}:{port}"
         registered = httpx.post(f"{url}/instances", json={}, timeout=5)

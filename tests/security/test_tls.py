@@ -103,7 +103,8 @@ def test_an_instance_without_a_certificate_of_the_cluster_is_not_used(folder, tm
 
 
 def test_a_router_sends_no_prompt_to_a_server_of_another_ca(folder, tmp_path):
-    """This holds even if its address was registered: the certificate at the address decides."""
+    """No prompt is sent even if the server's address was registered: the certificate at the
+    address decides."""
     assert main(["certs", str(tmp_path / "other"), "x"]) == 0
     foreign = TlsConfig(
         ssl_certfile=str(tmp_path / "other/x.pem"),

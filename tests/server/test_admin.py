@@ -49,7 +49,7 @@ def test_health_answers_while_the_engine_is_busy():
 
 
 def test_models_says_what_is_served_and_how_long_it_may_be():
-    """It has the name for clients, and `max_model_len`."""
+    """The list has the name for clients, and `max_model_len`."""
 
     async def scenario(harness):
         card = (await harness.client.get("/v1/models")).json()["data"][0]
@@ -92,7 +92,7 @@ def test_metrics_are_counters_that_only_go_up():
 
 
 def test_router_metrics_can_be_had_under_the_vllm_prefix():
-    """This is an option, for routers that scrape those names."""
+    """The prefix is an option, for routers that scrape those names."""
 
     async def scenario(harness):
         found = samples((await harness.client.get("/metrics")).text)
@@ -262,7 +262,8 @@ def test_tokenize_and_detokenize_undo_each_other():
 
 
 def test_server_info_hides_the_key():
-    """It shows the settings, so that a benchmark can record them, and never a secret."""
+    """/server_info shows the settings, so that a benchmark can record them, and never a
+    secret."""
 
     async def scenario(harness):
         headers = {"authorization": "Bearer hidden"}

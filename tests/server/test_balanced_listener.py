@@ -70,7 +70,7 @@ class Workers:
 
 
 def test_workers_get_about_as_many_connections():
-    """The first worker has 20 connections already, so the next ones go to the others."""
+    """One worker has 20 connections already, so the next ones go to the others."""
 
     async def scenario():
         workers = Workers()
@@ -106,7 +106,7 @@ def test_one_worker_leaves_no_connection_to_others(monkeypatch):
 
 
 def test_a_worker_that_accepts_nothing_does_not_keep_connections_from_the_others():
-    """It hangs or starts. The others take its connections after a moment."""
+    """The worker hangs or starts. The others take its connections after a moment."""
 
     async def scenario():
         workers = Workers(2)

@@ -6,7 +6,7 @@ from tests.server.harness import error, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
-    """It has a message of the assistant, a reason, and usage with `cached_tokens`."""
+    """An answer has a message of the assistant, a reason, and usage with `cached_tokens`."""
 
     async def scenario(harness):
         body = (await harness.chat()).json()

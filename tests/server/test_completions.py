@@ -12,8 +12,8 @@ from tests.server.harness import byte_tokenizer, error, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
-    """It has text, reason and usage; `cached_tokens` is always present, 0 when none (lesson
-    64)."""
+    """An answer has text, reason and usage; `cached_tokens` is always present, 0 when none
+    (lesson 64)."""
 
     async def scenario(harness):
         response = await harness.complete(max_tokens=6)
@@ -269,8 +269,8 @@ def test_an_event_is_one_line_for_clients_that_split_text_anywhere(mark):
 
 
 def test_echo_puts_the_prompt_before_the_answer():
-    """This holds whole and streamed, for a text and for token ids; nothing is computed
-    again."""
+    """The prompt comes first in whole answers and in streams, for a text and for token ids;
+    nothing is computed again."""
 
     async def scenario(harness):
         plain = (await harness.complete(max_tokens=4, prompt="hello", seed=1)).json()

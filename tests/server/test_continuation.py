@@ -126,7 +126,8 @@ def test_chats_with_several_choices_are_each_opened_once():
 
 
 def test_invalid_continuations_are_refused():
-    """They have too many or too few choices, invalid tokens, or too many of them."""
+    """Refused continuations have too many or too few choices, invalid tokens, or too many of
+    them."""
 
     async def scenario(harness):
         for entries in (

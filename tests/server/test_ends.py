@@ -36,7 +36,7 @@ def test_an_abort_is_reported_to_the_client(stream):
 
 @pytest.mark.parametrize("name", ["cmpl-1", "chatcmpl-1", "chatcmpl-cmpl-1"])
 def test_a_name_that_looks_like_an_answers_id_can_be_aborted(name):
-    """It can be aborted by the client's own id of the request, or by the id of its answer."""
+    """The request can be aborted by the client's own id of it, or by the id of its answer."""
 
     async def scenario(harness):
         harness.engine.hold()

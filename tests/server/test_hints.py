@@ -20,7 +20,7 @@ async def sessions(harness):
     [("closed", "closed"), ("pending", "granted"), ({"returns_in_s": 30}, "granted")],
 )
 def test_a_hint_reaches_the_cache(hint, outcome):
-    """It goes from the body through the engine to the cache, for completions and chat."""
+    """A hint goes from the body through the engine to the cache, for completions and chat."""
 
     async def scenario(harness):
         fields = {"session_id": "s", "cache_hint": hint}

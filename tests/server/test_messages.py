@@ -34,7 +34,7 @@ def test_three_kinds_of_input_tokens_add_up_to_the_prompt():
 
 
 def test_a_stream_is_the_whole_message():
-    """It has one text block, whose joined deltas are the text; usage and the reason come
+    """A stream has one text block, whose joined deltas are the text; usage and the reason come
     last."""
 
     async def scenario(harness):
@@ -52,7 +52,7 @@ def test_a_stream_is_the_whole_message():
 
 
 def test_errors_have_anthropics_form():
-    """This includes errors before the body is read."""
+    """Errors before the body is read have Anthropic's form too."""
 
     async def scenario(harness):
         for body, kind, status in (

@@ -339,7 +339,7 @@ def test_a_call_cut_after_it_began_is_text_with_a_flag(name):
 
 
 def test_a_call_of_an_unknown_tool_is_not_given_out_early():
-    """Its text may still become content, so it is kept until it is complete."""
+    """The text of such a call may still become content, so it is kept until it is complete."""
     text = '<tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>'
     parser = TOOL_FORMATS["hermes"]().parser(TOOLS)
     for sign in text[:-1]:

@@ -239,8 +239,8 @@ def test_another_model_is_a_404():
 
 
 def test_a_long_body_is_a_413_before_it_is_read():
-    """Lesson 68: it is refused by its announced length, or as soon as more bytes arrive than
-    allowed."""
+    """Lesson 68: a body is refused by its announced length, or as soon as more bytes arrive
+    than allowed."""
 
     async def scenario(harness):
         error(await harness.complete(prompt="x" * 2000), 413)

@@ -40,7 +40,8 @@ def test_behind_a_router_weights_are_not_changed():
 
 
 def test_two_reloads_at_once_are_one_and_a_refusal():
-    """The second is refused because the first is running, and its pause is unchanged."""
+    """The second reload is refused because the first is running, and the pause of the first is
+    unchanged."""
 
     async def scenario(harness):
         harness.engine.core.allow_reload(lambda folder: harness.engine.info)

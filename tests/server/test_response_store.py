@@ -25,7 +25,7 @@ def test_the_oldest_responses_are_removed_first():
 
 
 def test_stored_responses_expire():
-    """Afterwards they are removed with their bytes."""
+    """Expired responses are removed with their bytes."""
     store = make()
     put(store, "a")
     put(store, "b", now=5.0)
@@ -44,7 +44,8 @@ def test_another_tenant_finds_nothing():
 
 
 def test_a_stored_response_can_be_removed_and_replaced():
-    """The count of bytes is correct after both; removing an unknown id does nothing."""
+    """The count of bytes is correct after replacing and after removing; removing an unknown id
+    does nothing."""
     store = make()
     put(store, "a")
     put(store, "a", num_bytes=20)
@@ -55,14 +56,14 @@ def test_a_stored_response_can_be_removed_and_replaced():
 
 
 def test_a_store_of_no_responses_keeps_nothing():
-    """This is how storing is turned off."""
+    """With a limit of 0, storing is turned off."""
     off = make(max_responses=0)
     put(off, "a")
     assert len(off) == 0
 
 
 def test_a_stored_response_is_the_same_after_it_was_encoded():
-    """Workers send it as bytes."""
+    """Workers send stored responses as bytes."""
     entry = StoredResponse(
         answer=b'{"id": "resp_a"}',
         messages=(Message(role="user", content="hello"),),

@@ -57,7 +57,7 @@ def test_history_has_a_point_for_each_interval_between_samples():
 
 
 def test_stats_shows_progress_and_what_a_request_waits_for():
-    """It shows a running sequence with its tokens, and one that waits for room."""
+    """/stats shows a running sequence with its tokens, and one that waits for room."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -80,7 +80,7 @@ def test_stats_shows_progress_and_what_a_request_waits_for():
 
 
 def test_the_tree_shows_shapes_and_of_salted_tenants_a_sum():
-    """Lesson 67: it has sizes only; no token, no salt, no text."""
+    """Lesson 67: the tree has sizes only; no token, no salt, no text."""
 
     async def scenario(harness):
         await harness.complete(prompt="a" * 64, max_tokens=1)
@@ -110,7 +110,7 @@ def test_the_tree_is_bounded(query):
 
 
 def test_the_page_and_its_parts_need_no_key_and_load_nothing_from_elsewhere():
-    """They are static files with a policy that allows only this server."""
+    """The page consists of static files with a policy that allows only this server."""
 
     async def scenario(harness):
         page = await harness.client.get("/dashboard")

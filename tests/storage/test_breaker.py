@@ -21,7 +21,7 @@ def fail(breaker: Breaker, times: int) -> None:
 
 
 def test_consecutive_failures_open_the_breaker() -> None:
-    """One failure less does not open it, and a success resets the count."""
+    """The breaker opens after the last of them, not before, and a success resets the count."""
     breaker = Breaker(CONFIG, VirtualClock())
 
     fail(breaker, 2)
@@ -55,8 +55,8 @@ def test_a_call_that_began_before_does_not_close_it() -> None:
 
 
 def test_one_trial_call_at_a_time() -> None:
-    """This holds for any number of callers; the success of the trial closes the breaker for
-    all."""
+    """However many callers there are, one makes the trial call; its success closes the breaker
+    for all."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
@@ -126,7 +126,7 @@ def test_a_store_that_fails_again_soon_is_left_alone_longer() -> None:
 
 
 def test_calls_that_fail_after_the_breaker_opened_change_nothing() -> None:
-    """They began before it opened, so the wait neither restarts nor doubles."""
+    """The calls began before the breaker opened, so the wait neither restarts nor doubles."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
@@ -138,7 +138,7 @@ def test_calls_that_fail_after_the_breaker_opened_change_nothing() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    """They are refused on construction, not when the store fails."""
+    """Impossible settings are refused on construction, not when the store fails."""
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         BreakerConfig(max_failures=0)
     with pytest.raises(ConfigError, match=r"at most max_recovery_s, got 10.0 and 5.0"):

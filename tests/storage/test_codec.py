@@ -44,7 +44,7 @@ def test_a_block_verifies_itself(payload: bytes) -> None:
 def test_one_to_three_flipped_bits_are_always_found(
     data: st.DataObject, block_bytes: int
 ) -> None:
-    """This holds in the payload, at any positions (lesson 44)."""
+    """Flipped bits in the payload are found at any positions (lesson 44)."""
     form, header, payload = make_value(block_bytes)
     bits = data.draw(
         st.sets(st.integers(0, 8 * block_bytes - 1), min_size=1, max_size=3), label="bits"

@@ -119,8 +119,8 @@ def test_a_failed_write_can_never_be_found(
 def test_a_read_that_hangs_is_left_behind(
     make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller gets a timeout, and later an event when the buffer is not used any more
-    (lesson 50)."""
+    """The caller of the read gets a timeout, and later an event when the buffer is not used any
+    more (lesson 50)."""
     storage = make_file()
     [key] = make_keys(1)
     write_run(storage, [key], BLOCK_BYTES)
@@ -147,8 +147,8 @@ def test_a_read_that_hangs_is_left_behind(
 def test_where_direct_io_is_refused_files_are_buffered(
     make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
-    """Some file systems refuse the flag, others accept it and refuse the first read. Both store
-    and find blocks as usual, including those that are not whole pages."""
+    """Some file systems refuse the flag, others accept it and refuse the first read. On both,
+    blocks are stored and found as usual, including those that are not whole pages."""
     real_open, real_preadv = os.open, os.preadv
     direct: set[int] = set()
 

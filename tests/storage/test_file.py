@@ -42,7 +42,7 @@ def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path:
 
 
 def test_eviction_takes_the_tail_of_a_run_first(make_file: MakeFile) -> None:
-    """This holds also if a run was written in several calls: the rest is a prefix (lesson
+    """The rest of a run is a prefix, also if the run was written in several calls (lesson
     9)."""
     storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
     keys = make_keys(6)
@@ -95,7 +95,7 @@ def test_the_index_is_rebuilt_without_reading_payloads(
 
 
 def test_the_second_write_of_a_prefix_moves_nothing(make_file: MakeFile) -> None:
-    """This holds in this process and in the next one (lesson 40)."""
+    """The second write moves nothing in this process and in the next one (lesson 40)."""
     keys = make_keys(4)
     write_run(make_file(), keys, BLOCK_BYTES)
     other = make_file()
@@ -154,7 +154,8 @@ def test_incomplete_files_of_a_killed_process_are_removed(
 
 
 def test_dead_slabs_of_another_model_give_way(make_file: MakeFile, tmp_path: Path) -> None:
-    """No process reads them, and the capacity covers all models (lessons 39, 43)."""
+    """No process reads slabs without an owner, and the capacity covers all models (lessons 39,
+    43)."""
     capacity = 2 * (8 * 8272 + PAGE_BYTES)
     other = make_file(form=make_format("old", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
     for number in range(5):
@@ -247,7 +248,7 @@ def test_capacity_for_less_than_a_block_is_refused(make_file: MakeFile) -> None:
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
-    """It is refused at start, with the path in the message (lesson 61)."""
+    """The path is refused at start, and the message names it (lesson 61)."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         FileStorage(FileConfig(path=str(tmp_path / "file" / "x")), FORM, SystemClock())

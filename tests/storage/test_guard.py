@@ -215,7 +215,8 @@ def test_hung_probes_are_bounded_and_reopen_the_breaker() -> None:
 
 
 def test_a_call_that_returns_after_its_deadline_does_not_close_the_breaker() -> None:
-    """It was counted as failed; its late success says nothing about the next call."""
+    """The late call was counted as failed; its late success says nothing about the next
+    call."""
     clock, memory = VirtualClock(), make_memory()
     guarded = GuardedStorage(memory, BreakerConfig(max_failures=1), clock, spawn=Probes())
 
@@ -263,7 +264,7 @@ def test_a_wrong_answer_is_a_counted_failure(name: str, answer: object) -> None:
 
 @pytest.mark.parametrize("name", ["contains", "read", "write", "remove"])
 def test_an_exception_of_a_plug_in_is_a_counted_failure(name: str) -> None:
-    """Its class is its own; its caller gets a StorageError."""
+    """The exception's class is the plug-in's own; the caller gets a StorageError."""
     memory = make_memory()
 
     def fail(*_: object, **__: object) -> None:
@@ -306,7 +307,7 @@ def test_wrong_statistics_are_counted_and_the_last_good_ones_kept(answer: object
 def test_closing_never_raises_and_never_hangs(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plug-in's `close` may do either; shutting down continues."""
+    """A plug-in's `close` may raise or hang; shutting down continues."""
     monkeypatch.setattr("headwater.storage.guard._CLOSE_TIMEOUT_S", 0.05)
     memory, gate = make_memory(), Event()
 

@@ -44,8 +44,8 @@ def test_a_checksum_releases_the_gil() -> None:
 def test_reading_and_writing_release_the_gil(
     make_backend: MakeBackend, backend_name: str
 ) -> None:
-    """This holds for the checksum, copies, system calls and sockets of one large block, on
-    every backend."""
+    """The interpreter lock is free during the checksum, copies, system calls and sockets of one
+    large block, on every backend."""
     room = {"segment_bytes": 4 * BLOCK_BYTES} if backend_name == "mooncake" else {}
     backend = make_backend(make_format(block_bytes=BLOCK_BYTES), **room)
     [key], block = make_keys(1), make_buffer()

@@ -39,7 +39,8 @@ def test_an_error_is_raised_after_all_calls_have_ended() -> None:
 
 
 def test_a_hung_call_ends_the_wait_not_the_call() -> None:
-    """`quiet` is set when it has ended; calls that had not begun never begin (lesson 50)."""
+    """`quiet` is set when the hung call has ended; calls that had not begun never begin (lesson
+    50)."""
     threads, gate, begun = IoThreads("test", 1), Event(), Event()
 
     def begin() -> bool:

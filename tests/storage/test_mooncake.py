@@ -39,7 +39,7 @@ def start(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_two_processes_hit_each_others_blocks(mooncake_master: MooncakeMaster) -> None:
-    """The second process reads what the first stored, and never writes it again."""
+    """The test's process reads what the other one stored, and never writes it again."""
     keys = make_keys(6, run="member")
     member = start("tests.storage.member", mooncake_master.address, "member", "6")
     assert member.stdout is not None
@@ -88,7 +88,8 @@ def test_slots_of_the_slab_are_used_in_place(mooncake_master: MooncakeMaster) ->
 
 @pytest.mark.slow
 def test_a_dead_master_is_an_error_within_the_timeout() -> None:
-    """It neither hangs nor looks like a miss; closing is safe (lessons 18, 38)."""
+    """A call without a master neither hangs nor looks like a miss; closing is safe (lessons 18,
+    38)."""
     master = MooncakeMaster()
     orphan = start("tests.storage.orphan", master.address)
     assert orphan.stdout is not None
@@ -106,7 +107,7 @@ def test_a_dead_master_is_an_error_within_the_timeout() -> None:
 
 @pytest.mark.slow
 def test_a_missing_master_gets_a_message_at_start() -> None:
-    """The message has its address (lesson 61)."""
+    """The message has the master's address (lesson 61)."""
     pytest.importorskip("mooncake")
     with pytest.raises(ConfigError, match="check that mooncake_master runs there"):
         open_storage(
@@ -126,7 +127,7 @@ def test_a_missing_master_gets_a_message_at_start() -> None:
 def test_a_missing_package_gets_a_message(
     monkeypatch: pytest.MonkeyPatch, error: ImportError, sentence: str
 ) -> None:
-    """It says what to install."""
+    """The message says what to install."""
     real = builtins.__import__
 
     def refuse(name: str, *more: Any) -> Any:

@@ -92,8 +92,8 @@ def test_a_writer_may_be_killed_in_the_middle_of_any_write(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_processes_that_share_a_directory_share_its_capacity(tmp_path: Path) -> None:
-    """Three processes that write and evict all the time never exceed it together (lesson 43);
-    the room of a killed one is used by the others."""
+    """Three processes that write and evict all the time never exceed the capacity together
+    (lesson 43); the room of a killed one is used by the others."""
     writers = [start_writer(tmp_path, "forever") for _ in range(3)]
 
     most = max(disk_bytes(tmp_path) for _ in range(300))

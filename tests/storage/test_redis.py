@@ -64,7 +64,7 @@ def test_users_and_passwords(own_server: RedisServer) -> None:
 
 
 def test_a_wrong_password_gets_a_message_at_start(own_server: RedisServer) -> None:
-    """It names the user and no password (lesson 61)."""
+    """The message names the user and no password (lesson 61)."""
     with pytest.raises(ConfigError, match="refused the password of user 'worker'") as caught:
         open_redis(url_of(own_server, "worker:guess"))
     assert "guess" not in str(caught.value)
@@ -75,7 +75,7 @@ def test_a_wrong_password_gets_a_message_at_start(own_server: RedisServer) -> No
 
 
 def test_a_server_that_is_not_running_gets_a_message_at_start() -> None:
-    """The message has its address (lesson 61)."""
+    """The message has the server's address (lesson 61)."""
     with pytest.raises(ConfigError, match=r"redis://127\.0\.0\.1:\d+/0"):
         open_redis(f"redis://127.0.0.1:{free_port()}")
 
@@ -135,7 +135,8 @@ def test_databases_are_apart(redis_server: RedisServer) -> None:
 
 
 def test_a_restarted_server_is_found_again(own_server: RedisServer) -> None:
-    """While it is gone calls fail at once; idle connections to the old server do no harm."""
+    """While the server is gone calls fail at once; idle connections to the old server do no
+    harm."""
     storage = open_redis(url_of(own_server, ":open%20sesame"))
     keys = make_keys(2)
     write_run(storage, keys, BLOCK_BYTES)

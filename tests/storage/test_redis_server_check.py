@@ -64,7 +64,7 @@ def test_cluster_mode_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sentinel_is_refused(tmp_path: Path) -> None:
-    """It is recognised by the server's own description, and by the form of the URL."""
+    """A Sentinel is recognised by the server's own description, and by the form of the URL."""
     (tmp_path / "sentinel.conf").touch()
     server = RedisServer(tmp_path, "--sentinel", config=tmp_path / "sentinel.conf")
     with pytest.raises(ConfigError, match="Redis Sentinel, which holds no data"):
@@ -128,7 +128,7 @@ def test_eviction_that_does_not_bound_the_store_is_a_warning(
     sentence: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It works, but will be full or too large one day."""
+    """The store works, but will be full or too large one day."""
     tell(server.url, "CONFIG", "SET", *settings)
 
     open_redis(server.url, **more).close()
@@ -194,7 +194,7 @@ def test_a_read_only_replica_serves_reads(
 
 
 def test_a_user_without_a_password_is_a_mistake_in_the_url() -> None:
-    """It would log in as the default user."""
+    """With such a URL the backend would log in as the default user."""
     with pytest.raises(ConfigError, match="has a user and no password"):
         open_redis("redis://worker@127.0.0.1:6379")
 

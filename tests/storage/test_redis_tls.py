@@ -93,8 +93,8 @@ def test_blocks_travel_with_client_certificates(url: str, authority: Authority) 
 def test_an_untrusted_certificate_gets_a_message_at_start(
     url: str, authority: Authority, tmp_path: Path
 ) -> None:
-    """This holds without a certificate, with one of another authority, for an unknown server,
-    and without a password."""
+    """The start fails without a certificate, with one of another authority, for an unknown
+    server, and without a password."""
     ours = {"tls_ca_file": authority.path("ca.pem")}
     cert, key = authority.issue("client")
     with pytest.raises(

@@ -104,6 +104,6 @@ def test_mooncake_is_configured_in_its_own_words(tmp_path: Path) -> None:
 
 
 def test_a_mooncake_file_that_cannot_be_read_is_named() -> None:
-    """It is not silently ignored."""
+    """An unreadable file is not silently ignored."""
     with pytest.raises(ConfigError, match="MOONCAKE_CONFIG_PATH '/no/such'"):
         mooncake_config({}, {"MOONCAKE_CONFIG_PATH": "/no/such"})

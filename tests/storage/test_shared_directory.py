@@ -49,7 +49,7 @@ def test_taking_over_a_slab_frees_its_copies(make_file: MakeFile) -> None:
 
 
 def test_a_restart_frees_copies(make_file: MakeFile) -> None:
-    """This includes copies of an older version: the next process has every slot."""
+    """Copies of an older version are freed too: the next process has every slot."""
     for storage in write_twice(make_file):
         storage.close()
     del storage

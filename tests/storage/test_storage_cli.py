@@ -58,7 +58,7 @@ def test_ls_lists_slabs_and_blocks(directory: Path, capsys: pytest.CaptureFixtur
 
 
 def test_stats_sums_by_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It also has the total, as on the disk."""
+    """The output also has the total, as on the disk."""
     stats = run_json(capsys, "stats", str(directory))
 
     assert sorted(model["blocks"] for model in stats["models"].values()) == [3, 6]
@@ -160,6 +160,6 @@ def test_mistakes_in_settings_get_a_message(
 def test_an_unknown_flag_gets_a_suggestion(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This is the same for every other command."""
+    """`headwater storage` suggests the flag, as every other command does."""
     assert main(["storage", "prune", str(directory), "--dryrun"]) == 2
     assert "--dry-run" in capsys.readouterr().err

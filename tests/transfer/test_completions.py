@@ -28,7 +28,7 @@ def test_completions_come_out_in_order_and_once():
 
 
 def test_a_sleeping_loop_is_woken_by_another_thread():
-    """Lesson 15: it sleeps in the system, on a descriptor, not in a loop."""
+    """Lesson 15: the loop sleeps in the system, on a descriptor, not in a busy loop."""
     queue = CompletionQueue()
     queue.fileno()
     thread = threading.Thread(target=queue.put, args=(make_completion(7),))
@@ -78,7 +78,7 @@ def test_a_completion_before_the_first_wait_wakes_it_too():
 
 
 def test_a_wait_ends_at_its_deadline():
-    """A deadline ends it, however late the copy."""
+    """The wait ends at its deadline, however late the copy."""
     queue = CompletionQueue()
 
     queue.wait(0.001)

@@ -45,7 +45,7 @@ def test_contradicting_measurements_become_a_mean():
 
 
 def test_a_link_that_was_slow_is_tried_again_after_a_while():
-    """It counts as twice as fast for each minute without a job, but not while a job is
+    """The link counts as twice as fast for each minute without a job, but not while a job is
     measuring it."""
     meter = LinkMeter()
     assert meter.rate(now=0.0) is None

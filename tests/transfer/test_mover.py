@@ -126,7 +126,8 @@ def test_a_task_that_no_thread_began_is_quiet_at_once():
 
 
 def test_a_begun_write_is_quiet_when_it_returns():
-    """Its source stays pinned until then, or another block would be stored under its key."""
+    """The source of the write stays pinned until then, or another block would be stored under
+    its key."""
     harness = MoverHarness()
     harness.start(make_write(1))
     (task,) = harness.workers.tasks
@@ -140,7 +141,7 @@ def test_a_begun_write_is_quiet_when_it_returns():
 
 
 def test_a_lookup_is_answered_or_given_up():
-    """It holds nothing, so a late answer is ignored."""
+    """A lookup holds nothing, so a late answer is ignored."""
     harness = MoverHarness()
     first, late = make_lookup(1), make_lookup(2)
     (keys,) = first.runs()

@@ -283,7 +283,7 @@ def test_lost_threads_are_replaced_up_to_a_bound(harness):
 
 
 def test_a_thread_that_ends_at_its_deadline_is_not_lost(harness):
-    """Its task has ended: giving it up afterwards changes no count."""
+    """The thread's task has ended: giving it up afterwards changes no count."""
     harness.mover.start([make_lookup(1, [1, 2])], now=0.0)
     task = harness.mover._running[JobId(1)].task
     harness.outcomes(1)
@@ -296,7 +296,7 @@ def test_a_thread_that_ends_at_its_deadline_is_not_lost(harness):
 
 
 def test_threads_never_keep_a_process_from_ending(harness):
-    """Lesson 17: they are daemons, and closing waits for none of them."""
+    """Lesson 17: the threads are daemons, and closing waits for none of them."""
     harness.mover.start([make_write(1, [0])], now=0.0)
     harness.storage.begun.wait()
 
