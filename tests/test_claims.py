@@ -45,7 +45,7 @@ CLAIMS = [
     ),
     (
         "README.md",
-        "fields that are not built are a 400",
+        "a field that is not supported is a 400",
         "server/test_refusals.py::test_every_refused_field_is_in_the_schema_and_in_the_api_reference",
     ),
     (
@@ -202,7 +202,7 @@ CLAIMS = [
     ),
     (
         "docs/api.md",
-        "A wrong or unsupported one is a 400 that quotes the validator",
+        "A wrong or unsupported schema, pattern or grammar is a 400 that quotes the validator",
         "e2e/test_tools.py::test_a_schema_that_is_not_supported_is_a_400",
     ),
     (
