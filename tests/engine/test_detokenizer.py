@@ -211,13 +211,44 @@ def test_stop_strings_wait_for_min_tokens():
     assert "".join(piece.text for piece in pieces) == "aax"
 
 
+@given(
+    text=st.text(alphabet="abcé", min_size=1, max_size=16),
+    stops=st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), max_size=2),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 12),
+    data=st.data(),
+)
+def test_joined_steps_end_where_single_steps_do(text, stops, include, min_tokens, data):
+    """A slow reader gets several steps in one output. Text, tokens and reason are the same: no
+    token after a stop string counts, and no stop string within `min_tokens` ends the text."""
+    tokens = byte_tokenizer().encode(text, add_special_tokens=False).tolist()
+
+    def streamed(sizes):
+        stream = TextStream(
+            byte_tokenizer(), stops=stops, include_stop=include, min_tokens=min_tokens
+        )
+        kept: list[int] = []
+        shown, rest = "", tokens
+        for size in sizes:
+            part, rest = rest[:size], rest[size:]
+            piece = stream.append_output(make_output(part, None if rest else "length"))
+            shown, kept = shown + piece.text, kept + part[: piece.num_tokens]
+            if piece.finish_reason is not None:
+                assert stream.num_tokens == len(kept)
+                return shown, kept, piece.finish_reason, piece.stop_reason
+        raise AssertionError("the text has an end")
+
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(tokens), max_size=len(tokens)))
+    assert streamed(sizes) == streamed([1] * len(tokens))
+
+
 def test_a_stop_token_is_no_part_of_the_text():
     """A token that stops is named as the reason, and its text is left out."""
     stream = TextStream(byte_tokenizer())
 
     piece = stream.append_output(make_output(b"ab!", "stop", stop_token=ord("!")))
 
-    assert piece == ("ab", "stop", ord("!"))
+    assert piece == ("ab", "stop", ord("!"), 3)
 
 
 def test_text_that_was_held_back_is_sent_at_the_end():
@@ -225,4 +256,9 @@ def test_text_that_was_held_back_is_sent_at_the_end():
     stream = TextStream(byte_tokenizer(), stops=["abc"])
 
     assert stream.append_output(make_output(b"xab")).text == "x"
-    assert stream.append_output(make_output(b"\xe2", "length")) == ("ab\ufffd", "length", None)
+    assert stream.append_output(make_output(b"\xe2", "length")) == (
+        "ab\ufffd",
+        "length",
+        None,
+        1,
+    )

@@ -6,8 +6,10 @@ from unittest.mock import ANY
 
 import pytest
 
+from headwater.scheduler.request import SequenceOutput
 from headwater.server.errors import ErrorObject
 from headwater.server.streaming import EventStream
+from headwater.testing.engines import EchoEngine
 from tests.server.harness import byte_tokenizer, error, events, run
 
 
@@ -117,6 +119,28 @@ def test_a_stop_string_ends_the_text_and_the_work():
         assert await harness.all_free()
 
     run(scenario)
+
+
+class JoinedSteps(EchoEngine):
+    """Delivers the tokens of several steps together, as to a reader that was busy."""
+
+    async def generate(self, request):
+        yield SequenceOutput(request.request_id, list(b"one.two"), [None] * 7)
+        yield SequenceOutput(request.request_id, list(b"!"), [None], "length")
+
+
+def test_tokens_after_a_stop_string_do_not_count():
+    """They are not in the answer, its token ids or its usage, although the engine computed
+    them."""
+
+    async def scenario(harness):
+        answer = (await harness.complete(stop=".", return_token_ids=True)).json()
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["stop_reason"]) == ("one", ".")
+        assert bytes(choice["token_ids"]) == b"one."
+        assert answer["usage"]["completion_tokens"] == 4
+
+    run(scenario, engine=JoinedSteps())
 
 
 def test_a_stop_token_ends_the_text():

@@ -9,6 +9,7 @@ of a stop string. Held text is emitted at the end of the sequence, or removed by
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 from headwater.engine.tokenizer import Tokenizer
@@ -51,6 +52,12 @@ class Detokenizer:
         text = self._text()
         # Characters of the window's text that were emitted already or belong to the prompt.
         self._num_emitted = len(text) - _num_unfinished(text)
+
+    def copy(self) -> "Detokenizer":
+        """A copy in the same state."""
+        other = copy(self)
+        other._held, other._window = self._held.copy(), self._window.copy()
+        return other
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that is final after these tokens."""
@@ -196,6 +203,9 @@ class TextDelta(NamedTuple):
     stop_reason: int | str | None
     """The stop string or stop token that ended the text, if any."""
 
+    num_tokens: int
+    """Tokens of the output up to the one that completed a stop string; all without one."""
+
 
 class TextStream:
     """Detokenises one sequence and looks for its stop strings."""
@@ -224,22 +234,54 @@ class TextStream:
             tokenizer, prompt=prompt, skip_special_tokens=skip_special_tokens
         )
         self._stop = StopFilter(stops, include_stop=include_stop)
+        self._has_stops = bool(stops)
 
     def append_output(self, output: SequenceOutput) -> TextDelta:
-        """Return the text that can no longer change after this output."""
-        self.num_tokens += len(output.tokens)
-        shown = output.tokens
-        if output.stop_token is not None and not self._include_stop:
+        """Return the text that can no longer change after this output. An output of several
+        steps gives the same text and tokens as one output for each step."""
+        early = max(self._min_tokens - 1 - self.num_tokens, 0)
+        head, tail = output.tokens[:early], output.tokens[early:]
+        if not head or not tail:
+            return self._append_steps(output.tokens, output)
+        text = self._append(head, None).text  # stop strings are not looked for here
+        rest = self._append_steps(tail, output)
+        return rest._replace(text=text + rest.text, num_tokens=early + rest.num_tokens)
+
+    def _append_steps(self, tokens: list[int], output: SequenceOutput) -> TextDelta:
+        """Append the tokens of one or several steps; `output` tells how the last one ended."""
+        if len(tokens) < 2 or not self._has_stops:
+            return self._append(tokens, output)
+        before = self.num_tokens, self._text.copy(), copy(self._stop)
+        delta = self._append(tokens, output)
+        if not isinstance(delta.stop_reason, str):
+            return delta
+        # One of these tokens completed a stop string: find it, step by step.
+        self.num_tokens, self._text, self._stop = before
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            step = self._append([token], output if count == len(tokens) else None)
+            text += step.text
+            if step.finish_reason is not None:
+                break
+        return step._replace(text=text, num_tokens=count)
+
+    def _append(self, tokens: list[int], output: SequenceOutput | None) -> TextDelta:
+        """Append tokens at once. `output` is None if more tokens of the same output follow."""
+        self.num_tokens += len(tokens)
+        finish_reason = None if output is None else output.finish_reason
+        stop_token = None if output is None else output.stop_token
+        shown = tokens
+        if stop_token is not None and not self._include_stop:
             shown = shown[:-1]  # a stop token is not part of the text
         if self._hidden:
             shown = [token for token in shown if token not in self._hidden]
         text, stop = self._show(self._text.push(shown))
-        if stop is None and output.finish_reason is not None:
+        if stop is None and finish_reason is not None:
             rest, stop = self._show(self._text.flush())
             text += rest if stop is not None else rest + self._stop.flush()
         if stop is not None:
-            return TextDelta(text, "stop", stop)
-        return TextDelta(text, output.finish_reason, output.stop_token)
+            return TextDelta(text, "stop", stop, len(tokens))
+        return TextDelta(text, finish_reason, stop_token, len(tokens))
 
     def _show(self, text: str) -> tuple[str, str | None]:
         if self.num_tokens < self._min_tokens:

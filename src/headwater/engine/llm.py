@@ -239,8 +239,8 @@ class _Pending:
             raise RequestError(output.detail)
         answer, piece = self._answer, self._stream.append_output(output)
         answer.text += piece.text
-        answer.tokens += output.tokens
-        answer.logprobs += output.logprobs
+        answer.tokens += output.tokens[: piece.num_tokens]
+        answer.logprobs += output.logprobs[: piece.num_tokens]
         answer.usage = answer.usage or output.usage
         if output.prompt_logprobs is not None:
             answer.prompt_logprobs = output.prompt_logprobs

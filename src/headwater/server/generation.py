@@ -204,7 +204,7 @@ class ChoiceProgress:
         self.replayed: list[Delta] = []
         """The output that exists already, as deltas."""
         if self.resumed.tokens:
-            self._replay_resumed(prompt.params.min_tokens)
+            self.replayed.append(self.append(_output_of(self.resumed.tokens)))
 
     @property
     def num_tokens(self) -> int:
@@ -214,28 +214,21 @@ class ChoiceProgress:
     def num_reasoning_tokens(self) -> int:
         return self._answer.num_reasoning_tokens
 
-    def _replay_resumed(self, min_tokens: int) -> None:
-        """Feed the existing output to the detokenizer. Stop strings are checked from
-        `min_tokens` on, so the tokens before and after that are fed separately."""
-        early, tokens = max(min_tokens - 1, 0), self.resumed.tokens
-        for part in (tokens[:early], tokens[early:]):
-            if part:
-                self.replayed.append(self.append(_output_of(part)))
-
     def append(self, output: SequenceOutput) -> Delta:
         """The delta of one engine output; `finish_reason` is set when the choice has ended."""
         self.usage = self.usage or output.usage
         piece = self._stream.append_output(output)
+        num_tokens = piece.num_tokens
         self.finish_reason = piece.finish_reason
         is_first, self._is_first = self._is_first, False
         is_end = piece.finish_reason is not None
-        parsed = self._answer.read(piece.text, len(output.tokens), is_end=is_end)
+        parsed = self._answer.read(piece.text, num_tokens, is_end=is_end)
         return Delta(
             index=self.index,
             is_first=is_first,
             text=piece.text,
-            tokens=output.tokens,
-            logprobs=output.logprobs,
+            tokens=output.tokens[:num_tokens],
+            logprobs=output.logprobs[:num_tokens],
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             parsed=parsed,
