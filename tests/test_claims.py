@@ -435,7 +435,7 @@ def words_of(path: Path) -> str:
 
 @pytest.mark.parametrize(("page", "claim", "proof"), CLAIMS, ids=lambda text: text[:40])
 def test_every_claim_of_a_page_has_its_proof(page, claim, proof):
-    """The page says it in these words, and its test or figure exists."""
+    """The page has the claim in these words, and the test or figure behind it exists."""
     assert claim in words_of(ROOT / page)
     if proof.startswith(FIGURE):
         assert proof.removeprefix(FIGURE) in words_of(ROOT / "docs" / "benchmarks.md")
@@ -445,7 +445,7 @@ def test_every_claim_of_a_page_has_its_proof(page, claim, proof):
 
 
 def test_the_number_of_model_families_is_the_real_one():
-    """README and FAQ state it."""
+    """README and FAQ state the number of served families."""
     for page in ("README.md", "docs/faq.md"):
         assert f"{len(SERVED)} families" in words_of(ROOT / page)
 

@@ -123,7 +123,7 @@ def test_every_lesson_is_named_by_a_test():
 
 
 def test_the_site_is_built_with_strict_links(tmp_path):
-    """`scripts/docs` builds it with the same configuration; nothing is loaded from other
+    """`scripts/docs` builds the site with the same configuration; nothing is loaded from other
     hosts."""
     pytest.importorskip("material", reason="pip install 'headwater[docs]'")
     command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

@@ -283,7 +283,8 @@ def test_an_operator_drains_an_instance_and_restarts_it_with_new_flags(tmp_path)
 
 @pytest.mark.slow
 def test_every_process_ends_when_up_is_killed(tmp_path):
-    """After SIGKILL it can stop neither its router nor its instance; they end by themselves."""
+    """After SIGKILL `headwater up` can stop neither its router nor its instance; they end by
+    themselves."""
     with LocalCluster(tmp_path, is_killed=True) as cluster:
         pids = below(cluster.process.pid)
         cluster.process.kill()

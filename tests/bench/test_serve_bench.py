@@ -91,8 +91,8 @@ def test_figures_are_what_the_clients_saw():
 
 @pytest.mark.parametrize("engine", ["vllm-compiled", "baseline"])
 def test_ratios_are_ours_over_theirs(engine):
-    """Each case that both ran gives one line; above 1 is better for tokens/s and worse for
-    times."""
+    """Each case that both servers ran gives one line; a ratio above 1 is better for tokens/s
+    and worse for times."""
     case = {"workload": "full-hit", "model": "tiny", "concurrency": 1, "cache": True}
     figures = dict.fromkeys(
         ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "tokens_per_cpu_s"), 2.0

@@ -220,7 +220,7 @@ def test_a_reset_forgets_sessions():
 
 
 def test_the_path_of_a_session_is_found_from_where_it_ended():
-    """The cached part of its path is found, even if its end was evicted."""
+    """The cached part of the session's path is found, even if its end was evicted."""
     cache = make_cache(device_blocks=8, hint_share=1.0)
     serve(cache, make_path(1, 2, 3, 4, 5, 6), "s", Hint(returns_in_s=1.0))
     (known,) = cache.take_due_sessions(2.0)

@@ -45,7 +45,7 @@ def test_runs_have_their_sizes_parents_and_ages(cache):
 
 
 def test_salted_tenants_are_a_sum_and_nothing_else(cache):
-    """Lesson 67: neither their prefixes nor their branches are visible, only totals."""
+    """Lesson 67: neither prefixes nor branches of salted tenants are visible, only totals."""
     fill(cache, [1] * 8, salt="alice")
     fill(cache, [1] * 8 + [2] * 4, salt="bob")
 

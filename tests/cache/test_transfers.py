@@ -66,7 +66,7 @@ def test_selective_writes_wait_for_the_nth_hit():
 
 
 def test_the_second_write_moves_nothing():
-    """Lesson 40: a block that is there already is not written again."""
+    """Lesson 40: a block that the lower tier has already is not written again."""
     cache = make_cache(host_blocks=8, storage=True, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2))
     write_down(cache)
@@ -223,8 +223,8 @@ def test_a_path_whose_load_timed_out_is_not_the_next_victim():
 
 
 def test_a_timed_out_write_to_storage_keeps_its_source():
-    """Lesson 50: until its executor is quiet, the source bytes stay unchanged; otherwise
-    another block would be stored under this key."""
+    """Lesson 50: until the executor of the write is quiet, the source bytes stay unchanged;
+    otherwise another block would be stored under the key."""
     cache = make_on_host(storage=True)
     (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
     assert plan.target is Tier.STORAGE
@@ -256,7 +256,7 @@ def test_storage_is_read_through_the_host():
 
 
 def test_a_damaged_block_is_not_asked_for_again():
-    """Lesson 44: the blocks before it are used, and the miss has a reason."""
+    """Lesson 44: blocks before the damaged one are used, and the miss has a reason."""
     cache = make_cache(4, host_blocks=4, storage=True)
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 3, now=0.0)
@@ -378,7 +378,7 @@ def test_a_timed_out_write_of_several_paths_releases_all_of_them():
 
 
 def test_a_lookup_that_tells_nothing_new_leaves_a_match_current():
-    """Most lookups end like this; matching a long prompt again would take longer than the
+    """Most lookups find nothing new; matching a long prompt again would take longer than the
     lookup."""
     cache = make_on_host(storage=True)
     path = make_path(1, 2, 3)

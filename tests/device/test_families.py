@@ -144,7 +144,7 @@ def test_kimi_k2_is_served_as_the_deepseek_model_it_is(tmp_path: Path) -> None:
 
 
 def test_longrope_is_limited_to_the_length_where_frequencies_change() -> None:
-    """Beyond it, one long sequence would change the KV of all others in the batch."""
+    """Beyond that length, one long sequence would change the KV of all others in the batch."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
     assert max_positions({"max_position_embeddings": 131072}, rope) == 4096

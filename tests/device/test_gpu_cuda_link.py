@@ -133,7 +133,7 @@ def test_a_receiver_that_is_killed_fails_every_push(start: Start) -> None:
 
 
 def test_closing_a_connection_unmaps_the_peers_memory() -> None:
-    """The device memory is free again when both are gone."""
+    """The device memory is free again when both the sender's pool and the mapping are gone."""
     torch.cuda.empty_cache()
     target = make_pool()
     before = torch.cuda.mem_get_info()[0]

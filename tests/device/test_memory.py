@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def test_the_pool_and_its_buffers_stay_within_the_share(llama: LoadedModel) -> None:
-    """Half of the free memory holds the pool and its buffers, and little is wasted."""
+    """The pool and its buffers take half of the free memory, and little is wasted."""
     blocks = num_blocks_that_fit(llama, block_tokens=16, available_bytes=64 * MIB)
 
     used = blocks * 16 * llama.token_bytes * 2

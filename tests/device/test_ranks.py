@@ -67,7 +67,7 @@ def test_layers_that_cannot_be_split_are_refused(
 
 
 def test_the_page_names_the_families_that_are_refused() -> None:
-    """The others are computed by several ranks in these tests."""
+    """All other families are computed by several ranks in these tests."""
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
     named = re.search(r"Every served family works except ([^;]*?), which\s+are refused", page)
     assert named is not None

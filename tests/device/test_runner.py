@@ -60,7 +60,7 @@ def test_a_step_that_samples_nothing_returns_nothing(llama: LoadedModel) -> None
 
 
 def test_logprobs_are_of_the_rows_that_asked(llama: LoadedModel) -> None:
-    """One row wants them, its neighbour does not."""
+    """One row asks for log-probabilities, the row beside it does not."""
     driver = Driver(llama)
     quiet = driver.add(prompt(5), name="quiet")
     asking = driver.add(

@@ -26,7 +26,7 @@ def test_entries_have_what_the_objects_say() -> None:
 
 
 def test_the_table_is_bounded() -> None:
-    """When it is full it is filled again with the objects of the step; none is confused."""
+    """A full table is filled again with the objects of the step; none is confused."""
     table = SamplingTable(4)
     for step in range(20):
         asked = [SamplingParams(temperature=0.5 + step, top_k=row) for row in range(3)]

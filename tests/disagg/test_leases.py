@@ -11,7 +11,8 @@ PROMPT = make_prompt(30)
 
 
 def test_an_expired_lease_is_freed_once_and_only_when_it_is_closed():
-    """Lesson 50: P is silent and its bytes are late; the slots stay quarantined until then."""
+    """Lesson 50: P is silent and its bytes are late; the slots stay quarantined until the lease
+    is closed."""
     pair = EchoPair(num_blocks=10)
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)

@@ -101,7 +101,7 @@ def test_a_closing_hand_off_sleeps_until_its_fence_has_ended():
 
 
 def test_p_computes_blocks_that_it_read_and_could_not_keep():
-    """P computes them at once: waiting for a fence would hold its slots for ever."""
+    """P computes such blocks at once: waiting for a fence would hold its slots for ever."""
     read = PeerRead(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
     read.begin()
     read.reserved(0, range(4), "held://p", 0.0)

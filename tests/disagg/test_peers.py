@@ -150,7 +150,7 @@ def test_another_version_is_refused():
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "", "host:99999", "a:b:c"])
 def test_an_address_where_nothing_listens_is_lost_at_once(address):
-    """There is one event, and no exception."""
+    """A message to such an address gives one event, and no exception."""
     with closing(Instance()) as d:
         number = d.service.send(address, Ask(1))
 

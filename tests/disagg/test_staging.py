@@ -107,8 +107,8 @@ def test_a_push_larger_than_all_buffers_passes_through_them(pair):
 
 
 def test_a_block_is_received_when_it_is_on_the_device(pair):
-    """While it is only in a buffer, it is not reported, and the lease is not closed (lesson
-    46)."""
+    """While a block is only in a buffer, it is not reported, and the lease is not closed
+    (lesson 46)."""
     pair.receiver.open(1, [5])
     pair.inner.copier.gate.clear()
     pair.push(1, 1, [0])

@@ -136,7 +136,7 @@ def test_errors_are_the_clients_own_types(client, model):
 
 
 def test_many_at_once_over_the_async_client(server, model):
-    """Each of forty streams at the same time gets what it gets alone."""
+    """Each of forty concurrent streams gets what it gets alone."""
 
     async def scenario():
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:

@@ -135,7 +135,7 @@ def test_top_refuses_an_invalid_url_or_interval(arguments):
 
 
 def test_live_in_a_terminal_it_updates_until_interrupted(server):
-    """In a pseudo-terminal it draws, shows a new request, and ends on Ctrl-C."""
+    """In a pseudo-terminal the command draws, shows a new request, and ends on Ctrl-C."""
     with top_in_terminal(server.url, interval="0.2") as (ours, process):
         read_until(ours, ["headwater-tiny", "live", "tiers", "running and waiting"])
         server.complete(prompt="a request to be seen", max_tokens=4, request_id="seen-in-top")

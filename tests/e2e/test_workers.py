@@ -112,7 +112,7 @@ def test_the_limit_of_a_key_holds_over_all_workers(server, keys_file):
 
 
 def test_a_request_is_aborted_by_its_name_through_any_worker(server):
-    """The worker that has it is found."""
+    """The worker that has the request is found."""
     for number in range(4):
         name = f"long-{number}"
         stream = server.open_stream(max_tokens=4000, request_id=name, headers=headers(ADMIN))

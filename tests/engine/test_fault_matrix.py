@@ -114,8 +114,8 @@ def test_a_hung_read_writes_late_only_to_quarantined_slots(
 def test_a_hung_write_stores_late_what_it_was_given(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Lesson 50: other requests need the slots that it reads; it still reads the same bytes,
-    and a later hit gives the right tokens."""
+    """Lesson 50: other requests need the slots that the hung write reads; the write still reads
+    the same bytes, and a later hit gives the right tokens."""
     double = FaultyStorage(backend, {"write": [Fault.HANG]})
     engine = bench.engine(double, hung="write", host_blocks=8)
     serve(engine, "late write", "first", PROMPT)

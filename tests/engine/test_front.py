@@ -303,7 +303,8 @@ def test_an_engine_does_not_outlive_its_server():
 
 
 def test_socket_folders_are_private_and_unique(tmp_path):
-    """Lesson 60: each has its own name, and no other user can look into it."""
+    """Lesson 60: each engine has a folder with its own name, and no other user can look into
+    it."""
     first, second = RunDir(tmp_path), RunDir(tmp_path)
 
     assert first.path != second.path

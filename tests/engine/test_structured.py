@@ -72,7 +72,7 @@ def test_every_answer_follows_its_schema(llm):
 
 
 def test_the_grammar_alone_says_when_an_answer_is_complete(llm):
-    """`min_tokens` and `ignore_eos` add nothing after its end."""
+    """`min_tokens` and `ignore_eos` add nothing after the end that the grammar sets."""
     wanted = StructuredOutput(choice=["yes", "no"])
     for params in (replace(PARAMS, min_tokens=50), replace(PARAMS, ignore_eos=True)):
         answer = llm.generate("Well?", params, structured=wanted)[0]
@@ -81,7 +81,7 @@ def test_the_grammar_alone_says_when_an_answer_is_complete(llm):
 
 
 def test_patterns_choices_and_grammars_are_followed(llm):
-    """There is one answer of each kind."""
+    """One answer of each kind follows its constraint."""
     kinds = {
         r"[a-f]{4}/\d{2}": StructuredOutput(regex=r"[a-f]{4}/\d{2}"),
         "left|right": StructuredOutput(choice=["left", "right"]),

@@ -53,7 +53,7 @@ def test_a_loop_that_sleeps_or_ends_its_steps_in_time_is_left_alone():
 
 
 def test_a_step_that_does_not_end_is_reported_once():
-    """The report has its number and the bound."""
+    """The report has the step's number and the bound."""
     clock, loop = VirtualClock(), Loop()
 
     def hang():

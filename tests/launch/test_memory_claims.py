@@ -36,7 +36,8 @@ def test_claims_are_seen_until_they_are_withdrawn(tmp_path: Path):
 
 
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path):
-    """The kernel releases its lock, and the next engine removes the file (lesson 60)."""
+    """The kernel releases the lock of the process, and the next engine removes the file (lesson
+    60)."""
     code = (
         "import sys, pathlib; from headwater.launch.memory_claims import open_claims\n"
         "with open_claims(pathlib.Path(sys.argv[1])) as claims: claim = claims.add(5)\n"

@@ -24,8 +24,8 @@ def describe(**settings: Any) -> str:
 
 
 def test_a_host_tier_above_the_free_memory_is_refused():
-    """Lesson 61: reported at start with both sizes, before any memory is allocated, and not
-    when the tier has filled."""
+    """Lesson 61: the error comes at start with both sizes, before any memory is allocated, and
+    not when the tier has filled."""
     free_gib = free_main_bytes() / (1 << 30)
 
     for size in (free_gib * 1.2, 1e6):
@@ -99,8 +99,8 @@ def test_storage_without_memory_for_a_host_tier_is_refused():
 
 
 def test_the_start_says_that_the_host_tier_was_chosen():
-    """The line has its size and the flag that changes it, or says that there was too little
-    memory."""
+    """The line has the tier's size and the flag that changes it, or says that there was too
+    little memory."""
     config = EngineConfig(**STORED)
     chosen = describe_tiers(config, LAYOUT, 100_000)
     none = describe_tiers(EngineConfig(device="cuda"), LAYOUT, 0)

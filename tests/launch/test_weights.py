@@ -80,7 +80,8 @@ def test_saved_weights_can_be_loaded(tmp_path):
 
 
 def test_weights_are_not_reported_on_what_they_were_learned_from(tmp_path, capsys):
-    """bench eviction refuses that trace and its variants, and accepts any other."""
+    """`headwater bench eviction` refuses the traces of a weights file and their variants, and
+    accepts any other."""
     own = write_trace(tmp_path / "own.jsonl", 4)
     other = write_trace(tmp_path / "other.jsonl", 5)
     file = tmp_path / "weights.json"

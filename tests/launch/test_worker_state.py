@@ -21,7 +21,8 @@ async def open_channels(session):
 
 
 def test_a_request_that_is_cancelled_at_once_keeps_no_place_in_the_engine():
-    """Its call and the end of it arrive together, and the end is handled first."""
+    """The call of the request and its cancellation arrive together, and the cancellation is
+    handled first."""
 
     async def scenario():
         store = ResponseStore(max_responses=0, max_bytes=0, lifetime_s=1.0)

@@ -248,8 +248,8 @@ def has(path, entry):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starts", "serves", "fails"])
 def test_a_worker_that_is_killed_or_fails_leaves_no_process(moment, tmp_path):
-    """SIGKILL while its server starts or serves, or an error that skips its cleanup: the server
-    and the processes of the server end with the worker."""
+    """The worker gets SIGKILL while its server starts or serves, or has an error that skips its
+    cleanup. The server and its processes end with the worker."""
     mark = f"HEADWATER_TEST_WORKER={tmp_path}"
     name, value = mark.split("=", 1)
     reached = tmp_path / "reached"

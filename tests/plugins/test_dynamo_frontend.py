@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "dynamo_router.py"
 
 
 def test_dynamos_router_finds_what_headwaters_router_finds():
-    """Multi-turn conversations through both, with the flags of docs/plugins.md: Dynamo sees the
-    workers' KV events and sends a conversation to where its prefix is."""
+    """Multi-turn conversations go through both routers, with the flags of docs/plugins.md.
+    Dynamo sees the workers' KV events and sends a conversation to where its prefix is."""
     command = [sys.executable, str(SCRIPT), "--rounds", "3"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

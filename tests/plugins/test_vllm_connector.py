@@ -255,8 +255,8 @@ def test_no_step_waits_for_storage_that_hangs(make_engine):
 
 
 def test_an_idle_vllm_makes_no_steps_for_writes_that_hang(make_engine):
-    """After the deadline it waits for requests again, with writes left; when storage answers, the
-    next steps write them."""
+    """After the deadline vLLM waits for requests again, with writes left; when storage answers,
+    the next steps write them."""
     engine = make_engine(num_slots=64, lookup_timeout_s=0.05, write_timeout_s=0.05)
     engine.serve("first", make_hashes(1, "warm"))
     engine.drain()

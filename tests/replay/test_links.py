@@ -58,14 +58,15 @@ def test_three_copies_of_different_sizes():
 
 
 def test_copies_above_the_limit_of_a_link_wait_in_order():
-    """With one place they follow each other, and waiting is not counted as moving."""
+    """On a link with one place copies follow each other, and waiting is not counted as
+    moving."""
     ends, _ = run_link(LinkCost(bytes_s=100, max_jobs=1), [(0.0, 100), (0.0, 100), (0.5, 50)])
 
     assert ends == [(1.0, 1.0), (2.0, 1.0), (2.5, 0.5)]
 
 
 def test_an_idle_link_is_not_busy_and_never_arrives():
-    """Nothing is on it before the first copy and after the last."""
+    """A link carries nothing before its first copy and after its last."""
     link = SharedLink(LinkCost(bytes_s=1))
     assert (link.next_s(), link.is_busy) == (float("inf"), False)
 

@@ -110,7 +110,7 @@ def test_a_legend_stays_below_its_title():
 
 
 def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys):
-    """A folder gets both, a file name one; an SVG does not contain the time of day."""
+    """A folder gets both formats, a file name one; an SVG does not contain the time of day."""
     pytest.importorskip("matplotlib")
     for folder in ("a", "b"):
         assert main(["replay", trace, "--picture", str(tmp_path / folder)]) == 0

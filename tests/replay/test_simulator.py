@@ -267,7 +267,7 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
 
 
 def test_impossible_deployments_are_refused():
-    """Each has its own message."""
+    """Each impossible deployment has its own message."""
     for changes, message in (
         ({"num_instances": 0}, "at least 1 instance"),
         ({"storage_gib": 1.0}, "needs a host tier"),

@@ -36,7 +36,8 @@ def test_two_ranks_decode_faster_by_less_than_two():
 
 
 def test_a_slow_link_makes_prompts_slower_than_on_one_device():
-    """1 GB/s for the states of 8 k tokens in every layer is worse than computing them alone."""
+    """Sending the states of 8 k tokens in every layer at 1 GB/s takes longer than computing
+    them on one device."""
     one = preset("h200-8b")
     slow = split_over_ranks(one, 2, LinkCost(bytes_s=1e9, latency_s=1e-5))
 
@@ -61,7 +62,7 @@ def test_no_rank_is_an_error():
 
 
 def test_a_collective_link_is_two_numbers(tmp_path, capsys):
-    """The message shows how it is written."""
+    """The message shows how the two numbers are written."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [1]}\n'

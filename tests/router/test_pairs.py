@@ -85,7 +85,7 @@ def test_a_long_prompt_is_prefilled_apart_and_a_short_rest_is_not(pairs):
 
 
 def test_prompts_spread_over_decode_instances(pairs):
-    """Lesson 70: a common prefix does not send everything to one of them."""
+    """Lesson 70: a common prefix does not send everything to one decode instance."""
     homes = [pairs.ask(LONG * 12 + f"question {n}: " * 30).headers[NAME] for n in range(8)]
 
     assert len(set(homes)) == 2

@@ -86,8 +86,8 @@ def test_a_short_rest_is_prefilled_where_it_is_decoded():
 
 
 def test_a_prefill_instance_that_cannot_keep_up_is_helped():
-    """Lesson 56: prompts beyond a few seconds of its work are computed on the decode instance,
-    unless that has as much to do."""
+    """Lesson 56: the decode instance computes a prompt when the prefill instance has too many
+    tokens more to compute than it has itself."""
     assert not is_swamped(BACKLOG_TOKENS, 0)
     assert is_swamped(BACKLOG_TOKENS + 1, 0)
     assert not is_swamped(BACKLOG_TOKENS + 1, 1)
@@ -115,8 +115,8 @@ def test_unknown_policies_are_refused():
 
 @pytest.mark.slow
 def test_cache_aware_finds_what_one_pool_would():
-    """Lesson 70: in a simulation it has the hits of one shared pool with even load, which
-    affinity alone does not reach. Two routers reach the same."""
+    """Lesson 70: in a simulation the policy has the hits of one shared pool with even load,
+    which affinity alone does not reach. Two routers reach the same."""
     result = measure_router(None, quick=True)
     router = result["router"]
 

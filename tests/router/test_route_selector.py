@@ -87,7 +87,7 @@ def test_tried_draining_and_silent_instances_are_skipped():
 
 
 def test_the_last_prefill_instance_may_be_replaced():
-    """Lesson 56: if it refuses, no other one is left."""
+    """Lesson 56: if the last prefill instance refuses, no other one is left."""
     known = KnownInstances(p="prefill", q="prefill", d="decode")
     both = known.selector.choose(known.paths(LONG), ())
     last = known.selector.choose(known.paths(LONG), [known.entries["p"]])
@@ -146,7 +146,7 @@ def test_each_group_is_matched_with_its_own_hashes():
 
 
 def test_a_stream_that_has_begun_stays_in_its_group():
-    """Other weights would continue it with another text."""
+    """The weights of another group would continue the stream with another text."""
     known = KnownInstances(old="mixed")
     known.add("new", "mixed", fingerprint="other weights")
     old = known.entries["old"]

@@ -200,7 +200,8 @@ def test_a_wiped_cache_is_noticed():
 
 
 def test_a_router_that_comes_late_learns_all():
-    """Lesson 71: beyond the buffer there is a snapshot, so every cached block is known."""
+    """Lesson 71: the first events are no longer in the buffer, so the instance sends a
+    snapshot, and every cached block is known."""
 
     async def scenario(harness):
         first = harness.add(buffer_steps=1)

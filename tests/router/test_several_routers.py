@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_an_instance_registers_at_every_router_and_leaves_every_one():
-    """Both routers know its cache from its events, whichever of them routed a request."""
+    """Both routers know the instance's cache from its events, whichever of them routed a
+    request."""
 
     async def scenario(harness):
         other = Harness()

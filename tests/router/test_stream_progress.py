@@ -89,7 +89,7 @@ def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, b
     ("mark", "error"), [(FAILED, InstanceFailed), (RETURNED, InstanceFull)]
 )
 def test_the_last_piece_of_a_failed_instance_is_dropped(mark, error):
-    """Output in its last piece is dropped and generated again by the next instance."""
+    """Output in that piece is dropped and generated again by the next instance."""
     progress = StreamProgress()
     progress.strip(mark_line(ContinuationMark(tokens=[1], seed=SEED)) + event("a"))
     last = (

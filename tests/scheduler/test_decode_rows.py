@@ -42,7 +42,8 @@ def test_only_sequences_that_report_single_tokens_have_rows() -> None:
 
 
 def test_few_sequences_get_no_rows() -> None:
-    """Below the threshold each is handled on its own; those with a row keep it."""
+    """Below the threshold each sequence is handled on its own; those that have a row keep
+    it."""
     harness = Harness(rows_from=3)
     harness.add(*(make_request(n, make_prompt(6, family=int(n)), max_tokens=9) for n in "01"))
     harness.steps(3)

@@ -284,7 +284,8 @@ def test_a_step_with_decodes_stays_within_its_target():
 
 
 def test_a_long_prompt_of_a_higher_class_does_not_wait_for_lower_ones():
-    """The places of long prompts are counted for its class and those before it."""
+    """Only long prompts of the same class, and of classes before it, take places from a long
+    prompt."""
     engine = serve(16, policy="priority")
     for family in range(6):
         low = make_request(f"low-{family}", prompt(400, family), max_tokens=1, priority=1)

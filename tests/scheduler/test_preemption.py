@@ -27,7 +27,7 @@ def step_until_preempted(harness: Harness) -> int:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_newest_is_preempted_and_the_oldest_never(depth: int) -> None:
-    """Lesson 36: the oldest runs in every step from its first to its last."""
+    """Lesson 36: the oldest sequence runs in every step from its first to its last."""
     harness = Harness(num_blocks=20, depth=depth)
     harness.add(*make_crowd(4))
     step_until_preempted(harness)
@@ -124,7 +124,7 @@ def test_resumed_sequences_are_not_counted_again() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_that_finishes_after_preemption_is_released_once(depth: int) -> None:
-    """Lesson 37: also if it ends by the token of the step that was in flight at the
+    """Lesson 37: the request may even end by the token of the step that was in flight at the
     preemption."""
     alone = {r.request_id: expected_tokens(r) for r in make_crowd(4)}
     for at in range(8, 30):

@@ -141,7 +141,7 @@ def test_no_stop_before_min_tokens() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_model_length_ends_the_output(depth: int) -> None:
-    """Prompt and output together never exceed it."""
+    """Prompt and output together never exceed the model's length."""
     harness = Harness(depth=depth, settings={"max_model_len": 20})
 
     harness.run(make_request("a", make_prompt(15), max_tokens=100))
@@ -180,8 +180,8 @@ def test_requests_that_can_never_be_served_are_refused_at_once() -> None:
 
 
 def test_the_request_is_never_changed() -> None:
-    """Lesson 30: neither running nor being preempted and resumed changes it; its prompt cannot
-    grow."""
+    """Lesson 30: neither running nor being preempted and resumed changes the request; its
+    prompt cannot grow."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]

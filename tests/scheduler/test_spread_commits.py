@@ -32,7 +32,8 @@ def num_cached(harness: Harness) -> int:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_step_commits_many_times_what_fills_in_an_average_step(depth: int) -> None:
-    """All sequences fill their second block in one step; it is found a few steps later."""
+    """All sequences fill their second block in one step; these blocks are found a few steps
+    later."""
     harness, requests = make_harness(depth)
     assert num_cached(harness) == COUNT, "whole blocks of prompts are committed at once"
     counts = [num_cached(harness)]

@@ -108,7 +108,8 @@ def stored(instance):
     ],
 )
 def test_prompts_or_other_hosts_need_a_secret(settings, monkeypatch):
-    """Without a peer token such a publisher does not start; `insecure` is the exception."""
+    """A publisher of token ids, or one that other hosts can reach, does not start without a
+    peer token; `insecure` is the exception."""
     monkeypatch.delenv("HEADWATER_PEER_TOKEN", raising=False)
     config = EngineConfig(kv_events=KvEventsConfig(**settings))
     with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):

@@ -245,7 +245,7 @@ def test_many_log_probabilities_are_not_written_on_the_event_loop():
 
 
 def test_log_probabilities_of_a_prompt_are_limited():
-    """Reading them from the engine takes the event loop's time."""
+    """Reading log-probabilities from the engine takes the event loop's time."""
     check_prompt_logprobs(1, 65_536)
     with pytest.raises(RequestRefused, match="168000 values; the limit is 131072"):
         check_prompt_logprobs(20, 8_000)
@@ -380,7 +380,7 @@ def test_a_stream_is_resumed_without_parsing_its_body_again():
 
 
 def test_a_router_reads_long_bodies_in_another_process(monkeypatch):
-    """The router's own process does not parse them."""
+    """The router's own process does not parse long bodies."""
     message = {"role": "user", "content": "hello " * 30}
     path = "/v1/chat/completions"
     bodies = [
@@ -412,7 +412,7 @@ def test_a_router_hashes_no_prompt_that_is_longer_than_any_context():
 
 
 def test_a_text_that_no_instance_can_take_is_not_tokenized_for_routing():
-    """The router forwards it by load, and the instance refuses it without parsing."""
+    """The router forwards such a text by load, and the instance refuses it without parsing."""
 
     async def scenario(harness):
         instance, paths = harness.add(), []

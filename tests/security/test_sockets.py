@@ -153,8 +153,8 @@ def test_other_listeners_refuse_clients_without_the_secret(cluster, listeners):
 
 @pytest.mark.parametrize("link", ["shm", "cuda"])
 def test_the_abstract_socket_of_a_link_gives_nothing_without_the_secret(link):
-    """Every user of the machine can reach it: a stranger gets at most a greeting, and no
-    memory."""
+    """Every user of the machine can reach the socket: a stranger gets at most a greeting, and
+    no memory."""
     receiver = Links(CONFIG, BlockArray(1, 64), EventLog()).listen(link)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(5)

@@ -146,7 +146,7 @@ def test_invalid_continuations_are_refused():
 
 
 def test_a_continuation_mark_is_a_comment_that_can_be_removed():
-    """Other clients would ignore it; a malformed mark is a ValueError."""
+    """Clients ignore comments; a malformed mark is a ValueError."""
     mark = ContinuationMark(tokens=[1, 2], seed=9)
 
     assert take_mark(mark_line(mark) + b"data: {}\n\n") == (mark, b"data: {}\n\n")

@@ -40,7 +40,7 @@ def test_unknown_fields_are_ignored():
     ],
 )
 def test_known_fields_that_are_not_supported_are_refused_by_name(fields, param):
-    """Ignoring them would return something other than the client requested."""
+    """Ignoring such a field would return something other than the client requested."""
 
     async def scenario(harness):
         found = error(await harness.complete(**fields), 400)
@@ -135,7 +135,7 @@ def test_bad_input_is_a_400_that_names_the_field(fields, param):
 
 
 def test_a_priority_without_effect_is_refused():
-    """Ignoring it would surprise the client; 0 has no effect and is accepted."""
+    """Ignoring the priority would surprise the client; 0 has no effect and is accepted."""
 
     async def scenario(harness):
         harness.service.engine_config = EngineConfig(scheduling_policy="fcfs")

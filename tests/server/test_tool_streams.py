@@ -138,7 +138,8 @@ def test_responses_sends_pieces_of_the_arguments():
 
 @pytest.mark.parametrize("text", [CUT, DAMAGED])
 def test_an_incomplete_call_is_flagged(text):
-    """Whole answers have its text. A stream has sent a part of it and says so at its end."""
+    """A whole answer has the text of the incomplete call. A stream has sent a part of the call
+    and says so at its end."""
 
     async def scenario(harness):
         body = await whole(harness, CHAT)

@@ -15,7 +15,7 @@ def make_memory(form: BlockFormat) -> MemoryStorage:
 
 
 def test_every_backend_keeps_the_contract(make_backend: MakeBackend, backend_name: str) -> None:
-    """All four backends keep it, on real servers (lessons 39, 40, 42, 44)."""
+    """All four backends keep the contract, on real servers (lessons 39, 40, 42, 44)."""
     check_storage_backend(make_backend, durable=backend_name in ("file", "redis"))
 
 

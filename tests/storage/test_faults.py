@@ -58,7 +58,7 @@ def test_a_hang_does_its_work_late() -> None:
 
 
 def test_a_write_that_fails_half_way_leaves_the_first_half() -> None:
-    """Everything fails until it is revived."""
+    """After that write every call fails until the double is revived."""
     double = make_double(write=[Fault.DIES])
     keys = make_keys(4)
     with pytest.raises(StorageError, match="died in the middle"):

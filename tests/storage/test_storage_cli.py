@@ -96,7 +96,8 @@ def test_verify_reads_everything_and_names_what_is_damaged(
 def test_a_slab_that_cannot_be_read_is_named_and_pruned(
     directory: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    """All its blocks are lost: listed, counted as damage, and deleted on request."""
+    """All blocks of the slab are lost: it is listed, counted as damage, and deleted on
+    request."""
     dead = [
         slab for slab in run_json(capsys, "ls", str(directory))["slabs"] if not slab["in_use"]
     ]

@@ -190,7 +190,7 @@ def test_a_completion_of_nothing_is_ignored():
 
 
 def test_an_executor_may_time_out_by_itself():
-    """A backend that stopped waiting reports it once, before it is quiet."""
+    """A backend that stopped waiting reports the time-out once, before it is quiet."""
     harness = MoverHarness()
     harness.start(make_load(1))
     harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
