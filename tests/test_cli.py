@@ -137,7 +137,8 @@ def test_flags_reach_the_settings():
 
 
 def test_kv_events_are_settings_in_json():
-    """The names that users of routers know; unknown names and invalid values are errors."""
+    """The settings have the names that users of routers know; unknown names and invalid values
+    are errors."""
     config = engine_config(parse("--kv-events-config", '{"topic": "kv", "buffer_steps": 5}'))
 
     assert config.kv_events == KvEventsConfig(topic="kv", buffer_steps=5)

@@ -75,7 +75,7 @@ def test_pages_use_plain_words(path):
 
 
 def test_docstrings_and_comments_use_plain_words():
-    """The same holds for docstrings, comments and messages in code."""
+    """Docstrings, comments and messages in code use field terms, too."""
     found = [hit for path in PYTHON if path not in ABOUT_WORDS for hit in found_in(path)]
 
     assert found == []

@@ -70,7 +70,8 @@ def test_a_write_to_storage_holds_nothing_on_the_device():
 
 
 def test_a_read_from_storage_holds_nothing_on_the_device():
-    """The ancestors of the blocks that are read can be evicted: then the read is in vain."""
+    """The ancestors of the blocks that are read can be evicted; then the result of the read is
+    dropped."""
     cache = make_stored(host_blocks=2)
     serve(cache, make_path(1, 2))
     cache.learn_stored(make_path(1, 2, 3), 3, now=0.0)

@@ -213,8 +213,8 @@ def test_a_queued_node_that_is_also_a_next_victim_is_written_once():
 
 
 def test_victims_of_one_job_are_evicted_in_their_old_order():
-    """The block that would have been evicted first before the write is still evicted first when
-    the job has ended."""
+    """When the job has ended, its blocks are evicted in the order that they had before the
+    write."""
     cache = make_auto(device_blocks=4, host_blocks=8, write_ahead_blocks=4)
     host = cache._host.pool.take(8)  # no free slot: blocks are written as next victims
     for number in (1, 2, 3, 4):

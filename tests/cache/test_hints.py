@@ -210,7 +210,7 @@ def test_expected_sessions_come_in_the_order_of_their_time():
 
 
 def test_a_reset_forgets_sessions():
-    """Lesson 59: nothing from before the reset is left."""
+    """Lesson 59: after a reset no session from before it is known."""
     cache = make_cache(device_blocks=8)
     serve(cache, make_path(1), "s", PENDING)
     cache.reset()

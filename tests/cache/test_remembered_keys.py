@@ -84,7 +84,7 @@ def test_a_lookup_computes_only_the_keys_that_no_cached_block_has(hashed):
 
 
 def test_a_second_lookup_of_a_sequence_computes_nothing(hashed):
-    """A sequence that is asked for again, perhaps for fewer blocks, has its keys."""
+    """The second lookup of a sequence, perhaps for fewer blocks, finds its keys computed."""
     cache, keys = _make_cache(), PathKeys()
     first = cache.plan_lookup([(_path(12, keys), 6)]).runs()
 

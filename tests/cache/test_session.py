@@ -175,7 +175,7 @@ def test_hazards_are_learned():
 
 
 def test_every_trait_is_a_feature_of_its_own():
-    """Different traits have different features; a trunk has only its kind."""
+    """Different traits have different features; a trunk has only the feature of its kind."""
     seen = {
         features_of(traits(turn, relation, growth, times, output))
         for turn in (1, 2, 3, 5, 7, 20)

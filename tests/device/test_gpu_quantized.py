@@ -113,7 +113,7 @@ def test_decodes_over_8_bit_kv(shape: tuple[int, int, int, int], variant_name: s
 def test_chunks_over_8_bit_kv(
     shape: tuple[int, int, int, int], variant_name: str, use_hopper: bool
 ) -> None:
-    """Chunks after prefixes, read directly or converted for the Hopper kernel."""
+    """Chunks after prefixes are right, read directly or converted for the Hopper kernel."""
     heads, kv_heads, dim, block_tokens = shape
     pool = filled_pool(kv_heads, dim, block_tokens)
     if use_hopper and not has_hopper_kernel(pool.data, torch.bfloat16):

@@ -75,7 +75,7 @@ def test_collectives_in_captured_graphs_change_no_token(
 def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:
-    """Over gloo, in float32 and without graphs, the parts are right."""
+    """Tokens are equal over gloo, in float32 and without graphs."""
     model = two_ranks.load(family(name), dtype="float32")
 
     split = mixed_tokens(Driver(model, block_tokens=16, runner_class=partial(two_ranks.runner)))

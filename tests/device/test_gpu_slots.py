@@ -85,7 +85,8 @@ def test_loaded_blocks_stay_what_they_are(model: LoadedModel) -> None:
 def test_without_the_order_of_freeing_a_step_overwrites_loaded_blocks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above detects the order: if slots are freed while a step uses them, it fails."""
+    """If slots are freed while a step uses them, the test above fails, so it does detect the
+    order."""
     finish_later = ResultApplier.finish
 
     def finish_now(self: ResultApplier, sequence: Sequence, reason: str, now: float) -> None:

@@ -102,7 +102,7 @@ def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: flo
 
 @pytest.mark.parametrize("seen", [1, 6])
 def test_causal_softmax_equals_torch(compiled: native.NativeOps, seen: int) -> None:
-    """Each query sees one key more than the one before; others weigh nothing."""
+    """Each query sees one key more than the query before; hidden keys have no weight."""
     ours = made(2, 3, 5, seen + 4)
     theirs = ours.clone()
 

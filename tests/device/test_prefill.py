@@ -76,7 +76,8 @@ def in_torch(pool: KVPool, rows: list[ChunkRow], query: Tensor) -> Tensor:
 @pytest.mark.parametrize("block_tokens", [1, 12, 64])
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_attention_equals_torch(dim: int, block_tokens: int, group: int) -> None:
-    """Rows of one token and of many, with and without a prefix, in scattered blocks."""
+    """Results equal those of torch for rows of one token and of many, with and without a
+    prefix, in scattered blocks."""
     pool = pool_of(dim=dim, block_tokens=block_tokens, num_blocks=600)
     rows = rows_of(pool, (1, 40), (33, 0), (5, 64), (90, 31), (1, 0))
     query = made(rows[-1].end, 2 * group + 4, dim)[:, : 2 * group]
@@ -149,7 +150,7 @@ def test_threads_do_not_change_a_result() -> None:
     ],
 )
 def test_other_variants_are_left_to_torch(variant: Variant, can: bool) -> None:
-    """A window that hides nothing is no variant."""
+    """A window that hides nothing is computed by the compiled attention, too."""
     pool = pool_of()
     step = prefill_step(pool, rows_of(pool, (10, 20)))
 

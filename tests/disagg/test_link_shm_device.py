@@ -75,7 +75,7 @@ def harness(made):
 @pytest.mark.parametrize("block_bytes", [4096 * 3 + 40, 3 << 20], ids=("small", "large"))
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_it_keeps_the_contract(made, check, block_bytes):
-    """The order of events, one outcome per push, and fences (lesson 50)."""
+    """The link keeps the order of events, one outcome per push, and fences (lesson 50)."""
     with open_harness(made, "shm", block_bytes) as harness:
         check(harness)
 

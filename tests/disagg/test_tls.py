@@ -83,7 +83,7 @@ def test_the_encrypted_link_keeps_the_contract(harness, check):
 
 
 def test_large_blocks_arrive_whole_over_tls(ours):
-    """Blocks span many TLS records, in both directions of the interpreter's buffers."""
+    """Each block spans many TLS records, and arrives unchanged."""
     config = replace(CONFIG, **ours._asdict())
     make = lambda memory, deliver: Links(config, memory, deliver)  # noqa: E731
     with open_harness(make, "tcp", 3 << 20) as harness:

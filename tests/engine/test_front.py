@@ -261,7 +261,8 @@ def test_an_engine_that_does_not_start_in_time_is_ended():
 
 
 def test_processes_are_started_from_the_main_thread_only():
-    """Lesson 16: starting one from another thread is refused before anything is made."""
+    """Lesson 16: starting an engine process from another thread is refused before anything is
+    made."""
     caught = []
 
     def start():

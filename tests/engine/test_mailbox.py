@@ -10,8 +10,8 @@ NAME = RequestId("r")
 
 
 def test_joined_outputs_lose_nothing():
-    """A slow reader gets one output with all tokens, the first one's usage and prompt
-    log-probabilities, and the reason why the last one failed."""
+    """A slow reader gets one output with all tokens, the usage and prompt log-probabilities of
+    the first output, and the reason why the last one failed."""
     usage = Usage(prompt_tokens=3, cached_tokens=2, computed=1)
     scores = [TokenLogprobs(chosen=-1.0, rank=1, top_ids=(), top_values=())]
     mailbox = Mailbox()

@@ -124,7 +124,7 @@ def test_sessions_that_return_are_kept_and_one_off_prompts_are_not():
 
 
 def test_clearing_forgets_every_chunk_even_pinned_ones():
-    """vLLM's reset requires this."""
+    """vLLM's reset requires that pinned chunks are forgotten, too."""
     cache = Cache(4)
     keys = make_chunks(4)
     cache.serve(keys)

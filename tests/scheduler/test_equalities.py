@@ -145,8 +145,8 @@ def check_tokens(case: Case) -> None:
 @search(examples=150)
 @given(case=cases(with_aborts=True, late_share=0.4))
 def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> None:
-    """Rows with a grammar often get no token, at both depths, with preemptions and aborts: each
-    gives the tokens that it gives alone, and nothing leaks."""
+    """Rows with a grammar often get no token, at both depths, with preemptions and aborts. Each
+    request gives the tokens that it gives alone, and nothing leaks."""
     case.run()
 
     check_tokens(case)

@@ -185,7 +185,8 @@ def test_no_choice_is_dearer_than_loading_or_computing_all(
 
 
 def test_a_queue_is_shorter_on_a_link_that_carries_several_jobs_at_once():
-    """Blocks of others leave by two jobs; the job itself takes as long as it was measured."""
+    """Blocks of two earlier jobs move at once, so the wait for them is halved; the new job
+    itself takes its measured time."""
     one, two = LinkRate(0.5, 0.1), LinkRate(0.5, 0.1, num_parallel=2)
 
     assert one.job_s(4, num_queued=8) == pytest.approx(0.5 + 1.2)

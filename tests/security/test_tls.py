@@ -48,7 +48,7 @@ def test_keys_are_for_their_owner_only(folder):
 
 
 def test_a_second_run_uses_the_same_ca(folder):
-    """Certificates for further instances fit those that exist."""
+    """Certificates for further instances are signed by the CA of the existing ones."""
     before = (folder / "ca.pem").read_bytes()
     assert main(["certs", str(folder), "another", "--hosts", "10.0.0.7,node-7"]) == 0
     assert (folder / "ca.pem").read_bytes() == before

@@ -88,8 +88,8 @@ def test_a_trial_call_that_never_ends_opens_it_again() -> None:
 
 
 def test_each_failed_trial_doubles_the_wait_up_to_a_bound() -> None:
-    """The waits are 5, 10, 12 and 12 seconds, and 5 again after it was closed for the longest
-    wait."""
+    """The waits are 5, 10, 12 and 12 seconds, and 5 again after the breaker was closed for the
+    longest wait."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)

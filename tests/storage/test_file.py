@@ -154,8 +154,8 @@ def test_incomplete_files_of_a_killed_process_are_removed(
 
 
 def test_dead_slabs_of_another_model_give_way(make_file: MakeFile, tmp_path: Path) -> None:
-    """No process reads slabs without an owner, and the capacity covers all models (lessons 39,
-    43)."""
+    """Slabs of another model that no process owns are deleted when room is needed: the capacity
+    covers all models (lessons 39, 43)."""
     capacity = 2 * (8 * 8272 + PAGE_BYTES)
     other = make_file(form=make_format("old", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
     for number in range(5):

@@ -65,6 +65,6 @@ def test_views_and_rows_are_the_same_memory():
 
 
 def test_more_memory_than_available_is_a_config_error():
-    """Lesson 61: reported at start, with the size."""
+    """Lesson 61: the error comes at start and has the size."""
     with pytest.raises(ConfigError, match="cannot be allocated"):
         HostSlab(1 << 30, 1 << 30)
