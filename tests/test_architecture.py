@@ -125,7 +125,8 @@ def test_code_outside_the_cache_uses_methods_of_the_tiered_cache_only():
 
 
 def test_a_control_verb_is_in_five_files_at_most():
-    """Closing a session: its endpoint, its message, the engine that executes it, and the cache."""
+    """Closing a session is in its endpoint, its message, the engine that executes it, and the
+    cache."""
     verb = re.compile(r"\b(CloseSession\w*|close_session)\b")
     files = [
         str(path.relative_to(SOURCE))

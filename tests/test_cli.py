@@ -212,7 +212,7 @@ def test_a_flag_without_effect_prints_a_note(flags, settings, word):
     ],
 )
 def test_impossible_settings_are_refused_by_their_flag(flags, sentence, capsys):
-    """Nothing is started: a message that names the flag, and exit code 1."""
+    """Nothing is started; there is a message that names the flag, and the exit code is 1."""
     assert main(["serve", *flags]) == 1
     assert sentence in capsys.readouterr().err
 

@@ -17,7 +17,8 @@ UNIT = (ROOT / "deploy/headwater.service").read_text()
 
 
 def test_the_image_copies_what_there_is_and_starts_a_command_line_that_parses():
-    """Every file named in COPY exists; the entry point's flags are real; it is not root."""
+    """Every file named in COPY exists; the entry point's flags are real; the user is not
+    root."""
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.M)
     (entry,) = re.findall(r"^ENTRYPOINT (\[.+\])$", DOCKERFILE, re.M)
     command = json.loads(entry)
@@ -50,7 +51,8 @@ def test_the_health_check_asks_the_port_and_the_path_that_are_served():
 
 
 def test_the_unit_starts_a_command_line_that_parses():
-    """The operator's flags follow; the stop timeout is longer than a drain."""
+    """The operator's flags follow the command; the stop timeout of the unit is longer than a
+    drain."""
     (start,) = re.findall(r"^ExecStart=(.+)$", UNIT, re.M)
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)
     flags = start.replace("$HEADWATER_FLAGS", "/srv/model --port 8000").split()[1:]

@@ -30,7 +30,7 @@ def test_a_missing_package_has_a_fix_and_exit_code_1(capsys, monkeypatch):
 
 
 def test_no_compiler_is_slow_and_not_missing(monkeypatch):
-    """The server runs without one; the line says what is slower."""
+    """The server runs without a compiler; the line says what is slower."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
 

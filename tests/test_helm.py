@@ -102,7 +102,7 @@ def test_an_inference_pool_selects_the_instances():
 
 
 def test_autoscaling_uses_a_metric_that_is_exported():
-    """The name is one of docs/metrics.md."""
+    """The metric's name is in docs/metrics.md."""
     exported = (ROOT / "docs/metrics.md").read_text()
     scalers = [
         d for d in documents("values-gpu.yaml") if d["kind"] == "HorizontalPodAutoscaler"

@@ -18,8 +18,8 @@ def test_a_sliding_window_bounds_the_tokens_that_are_read() -> None:
 
 
 def test_a_sliding_window_bounds_the_pairs_of_a_prompt() -> None:
-    """A causal prompt has half of all pairs; with a window, every query sees that many keys,
-    except the first ones."""
+    """A causal prompt has half of all pairs; with a window, every query sees as many keys as
+    the window has, except the first ones."""
     assert pairs_attended(PLAIN, 1000) == 3 * 1000**2 / 2
     assert pairs_attended(MIXED, 1000) == 1000**2 / 2 + 128 * (1000 - 64)
 

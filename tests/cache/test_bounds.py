@@ -250,7 +250,8 @@ def test_evicted_sessions_keep_no_tokens():
 
 
 def test_check_notices_every_bound_that_is_broken(monkeypatch):
-    """Nodes only in storage, the write queue, sessions and ghosts; each violation is reported."""
+    """A violation is reported for nodes only in storage, the write queue, sessions and
+    ghosts."""
     stored = make_stored(max_stored_nodes=1)
     for number in range(3):
         serve(stored, make_path(number))

@@ -126,7 +126,7 @@ def test_a_run_is_a_sample_for_as_long_as_it_was_observed():
 
 
 def test_densities_are_the_best_ratio_over_all_times_to_give_up():
-    """The table is compared with the definition, for random hazards."""
+    """The computed densities are compared with the definition, for random hazards."""
     rng = np.random.default_rng(5)
     model = HazardModel(8, 2)
     for number in range(1, 6):

@@ -195,7 +195,8 @@ def test_products_of_quantised_weights(method: str, rows: int) -> None:
 def test_products_of_4_bit_weights(
     has_zeros: bool, group: int, kind: torch.dtype, rows: int
 ) -> None:
-    """Every group size, with zero points and without, and both 16-bit types."""
+    """Products are right for every group size, with zero points and without, and in both 16-bit
+    types."""
     codes = torch.randint(0, 16, (512, 1024), dtype=torch.uint8, device=DEVICE)
     scales = torch.rand(512, 1024 // group, device=DEVICE).to(kind).float()
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=DEVICE)

@@ -67,7 +67,7 @@ def test_an_override_is_honoured(llama: LoadedModel) -> None:
 def test_invalid_memory_settings_are_refused_before_serving(
     llama: LoadedModel, asked: dict[str, int], why: str
 ) -> None:
-    """A ConfigError with a message, at start (lesson 61)."""
+    """Invalid settings raise a ConfigError with a message, at start (lesson 61)."""
     with pytest.raises(ConfigError, match=why):
         num_blocks_that_fit(llama, **{"block_tokens": 16, **asked})
 

@@ -170,7 +170,7 @@ def test_min_tokens_lets_an_ignored_end_through() -> None:
 
 
 def test_rows_without_a_history_can_be_drawn() -> None:
-    """Only parameters that need earlier tokens use them."""
+    """Only parameters that need earlier tokens use the history."""
     rows = SampledRows(
         params=[SamplingParams(seed=1)], positions=np.array([4]), prompt_lens=[], histories={}
     )

@@ -91,8 +91,8 @@ def test_a_truncated_frame_is_not_received(harness, peer):
 
 
 def test_a_fence_holds_in_the_middle_of_a_block(harness, peer):
-    """Half a block has arrived when the lease is fenced; it is closed although the peer stalls,
-    and the other half comes later (lesson 50)."""
+    """Half a block has arrived when its lease is fenced. The lease is closed although the peer
+    stalls; the other half comes later (lesson 50)."""
     raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[: len(raw) // 2])
     harness.receiver.fence(1)

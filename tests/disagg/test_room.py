@@ -81,7 +81,7 @@ def test_a_refusal_is_typed_and_leaves_nothing_behind():
 
 
 def test_a_refused_request_is_computed_where_it_is_if_it_may():
-    """Lesson 56: the same refusal, and the client still gets its tokens."""
+    """Lesson 56: P refuses, D computes the prompt itself, and the client gets its tokens."""
     pair = EchoPair(config=HandoffConfig(max_inflight=1))
     requests = [make_handoff(name, make_prompt(9, family=at)) for at, name in enumerate("ab")]
     for request in requests:
@@ -132,7 +132,7 @@ def test_a_received_sequence_does_not_pass_a_preempted_one():
 
 
 def test_p_takes_on_no_more_than_its_limit():
-    """Lesson 57: of six at once, two are computed there at any time."""
+    """Lesson 57: of six prompts at once, P computes two at any time."""
     pair = EchoPair(config=HandoffConfig(max_inflight=2))
     requests = [make_handoff(f"r{at}", make_prompt(9 + at, family=at % 3)) for at in range(6)]
     for request in requests:

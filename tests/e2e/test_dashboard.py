@@ -165,7 +165,7 @@ def test_everything_can_be_reached_with_the_tab_key(watch):
 
 
 def test_the_page_fits_wide_and_narrow_windows_in_light_and_dark(watch, server):
-    """Nothing overflows; pictures are kept for people."""
+    """Nothing overflows; the pictures are kept for review."""
     page = watch.page
     page.wait_for_selector("#tree .run")
     complete(server, PROMPT + "A picture, please. " * 5)

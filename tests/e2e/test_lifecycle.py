@@ -148,8 +148,8 @@ def test_every_client_gets_an_error_for_a_device_step_that_never_ends_and_the_en
 
 
 def test_a_server_may_be_told_to_end_with_its_engine():
-    """For operators whose own supervisor restarts processes, it prints the message and exits
-    with 1."""
+    """For operators whose own supervisor restarts processes, the server prints the message and
+    exits with 1."""
     server = LiveServer("--exit-with-engine").wait_ready()
 
     os.kill(server.engine_pid, signal.SIGKILL)
@@ -189,7 +189,7 @@ def test_a_port_in_use_gets_a_clear_message(command):
     ],
 )
 def test_an_address_of_another_machine_gets_a_clear_message(host, sentence, capsys):
-    """Lesson 60: the same holds for a host; nothing is loaded."""
+    """Lesson 60: the address is reported before anything is loaded."""
     assert main(["serve", "--host", host, "--port", "0"]) == 1
 
     told = capsys.readouterr()

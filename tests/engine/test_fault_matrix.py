@@ -174,7 +174,8 @@ def test_a_full_medium(bench: Bench, backend: StorageBackend) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Lesson 24: the same holds with a full disk."""
+    """Lesson 24: blocks that do not fit on the disk are not written, and not retried
+    endlessly."""
     settings = {"path": str(tmp_path), "slab_bytes": 8 << 20, "reserve_bytes": 1 << 60}
     bench = Bench("file", settings, lambda: None)
     backend = bench.open()
@@ -189,8 +190,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_full_server(tmp_path: Path) -> None:
-    """Lessons 24, 43: the same holds with a Redis server that may not evict and has no memory
-    left."""
+    """Lessons 24, 43: a Redis server that may not evict has no memory left; blocks are not
+    written, and not retried endlessly."""
     server = RedisServer(tmp_path, "--maxmemory", "100kb", "--maxmemory-policy", "noeviction")
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend = bench.open()
@@ -216,8 +217,8 @@ def test_a_full_server(tmp_path: Path) -> None:
     ],
 )
 def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
-    """Lessons 38, 45: killed before the lookup, or between lookup and read: only the hit is
-    lost, in bounded time."""
+    """Lessons 38, 45: the server is killed before the lookup, or between lookup and read: only
+    the hit is lost, in bounded time."""
     for bench in open_bench(name, tmp_path):
         backend = bench.open()
         stored(bench, backend, "killed")

@@ -274,7 +274,7 @@ def test_other_threads_generate_without_a_signal_handler(llm):
 
 
 def test_progress_is_lines_where_there_is_no_terminal(llm, capsys):
-    """At most ten lines, the last of which says that all is done."""
+    """There are at most ten lines, the last of which says that all is done."""
     llm.generate([[token] for token in range(25)], SamplingParams(max_tokens=1), show=True)
 
     lines = capsys.readouterr().err.splitlines()

@@ -61,7 +61,7 @@ def test_a_storage_hit_counts_for_storage() -> None:
 
 
 def test_fifty_requests_for_one_stored_prefix_share_one_load() -> None:
-    """Lesson 26: one read, one copy, and every request hits."""
+    """Lesson 26: there is one read and one copy, and every request hits."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
     harness = make_through(storage, num_blocks=80, settings={"max_num_seqs": 64})

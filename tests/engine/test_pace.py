@@ -10,7 +10,8 @@ from headwater.types import RequestId
 
 def test_a_host_that_collects_late_does_not_raise_the_cost_of_a_decode_step():
     """Every fifth step seems twice as long, because another one was launched meanwhile. The
-    target between tokens is a multiple of this cost, so it must not follow."""
+    target between tokens is a multiple of the cost of a step, so the cost must not follow such
+    steps."""
     costs = StepCostEstimator()
     for number in range(200):
         costs.note_decode(100, 0.020 if number % 5 == 4 else 0.009)

@@ -153,7 +153,7 @@ def test_a_write_that_timed_out_is_waited_for_until_its_call_returns():
 
 
 def test_storage_that_fails_refuses_the_reset():
-    """The report says so; memory is emptied nevertheless."""
+    """The report has the failure; memory is emptied nevertheless."""
     harness = make_harness()
 
     def fail(keys, *, timeout_s):

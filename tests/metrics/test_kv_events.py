@@ -197,7 +197,8 @@ def test_tokens_of_salted_prompts_are_not_published(instance, consumer):
 
 
 def test_a_consumer_that_is_too_slow_gets_a_snapshot():
-    """The loop never waits: if the thread is too slow, a snapshot replaces the events."""
+    """The loop never waits: if the publisher's thread is too slow, a snapshot replaces the
+    events."""
     instance = Instance(max_queued=0)
     consumer = Consumer(instance.publisher.endpoint, instance.publisher.replay_endpoint)
     for seed in range(3):

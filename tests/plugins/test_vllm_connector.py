@@ -231,8 +231,8 @@ def test_storage_that_never_answers_costs_a_miss(make_engine):
 
 
 def test_no_step_waits_for_storage_that_hangs(make_engine):
-    """With a lookup, a load and a store that never return, and deadlines of an hour, steps go on.
-    One that computes nothing gives storage a moment to answer; the others do not."""
+    """With a lookup, a load and a store that never return, and deadlines of an hour, steps go
+    on. A step that computes nothing gives storage a moment to answer; other steps do not."""
     first = make_engine()
     hashes = make_hashes(6)
     first.serve("cold", hashes)

@@ -81,7 +81,8 @@ def identify(config, rank=0, **settings):
     ],
 )
 def test_a_server_that_computes_or_stores_other_values_has_another_identity(model, name, value):
-    """The same weights in a folder of the same name, served with one other option."""
+    """The same weights, in a folder of the same name, have another identity when they are
+    served with one other option."""
     assert identify(make_config(model)) != identify(make_config(model, **{name: value}))
 
 

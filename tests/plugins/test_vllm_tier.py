@@ -128,7 +128,8 @@ def fill(harness, count=40, seed=0):
 
 
 def test_another_instance_finds_and_loads_what_one_has_stored(make_harness):
-    """More blocks than one storage call takes; the bytes are the same."""
+    """The second instance loads more blocks than one storage call takes, with the same
+    bytes."""
     first, second = make_harness(), make_harness()
     written, keys = fill(first), make_offload_keys(40)
 
@@ -143,7 +144,7 @@ def test_another_instance_finds_and_loads_what_one_has_stored(make_harness):
 
 @pytest.mark.slow
 def test_chunks_come_back_from_a_mooncake_pool(make_harness, mooncake_master):  # noqa: F811
-    """A real master; the tier's memory is registered with it and read in place."""
+    """The master is a real one; the tier's memory is registered with it and read in place."""
     config = {"master": mooncake_master.address, "segment_bytes": 1 << 24}
     harness = make_harness(backend="mooncake", config=config)
     written, keys = fill(harness, 20), make_offload_keys(20)
@@ -344,7 +345,8 @@ def test_draining_ends_every_job(make_harness):
 
 
 def test_prefixes_that_were_asked_for_before_are_written_first(make_harness):
-    """While storage hangs, jobs wait; the most used prefix is next when it answers again."""
+    """While storage hangs, jobs wait; the most used prefix is next when storage answers
+    again."""
     harness = make_harness()
     fill(harness)
     used, new, busy = (make_offload_keys(4, run) for run in ("used", "new", "busy"))

@@ -11,7 +11,7 @@ def rank(uses=1, end=32, start=0, level=WriteLevel.OTHER):
 
 
 def test_shared_prefixes_come_first_then_the_most_used_then_short_prompts_from_their_start():
-    """Headwater's own engine writes to storage in this order."""
+    """The order is that of Headwater's own engine."""
     order: WriteOrder[str] = WriteOrder(100)
     order.add("long start", count=1, rank=rank(end=64))
     order.add("end", count=1, rank=rank(start=16))

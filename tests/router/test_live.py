@@ -143,7 +143,8 @@ def test_conversations_spread_and_stay(cluster):
 
 def test_a_killed_router_comes_back_knowing_everything(cluster):
     """Lesson 71: instances register again by themselves, and their caches are replayed.
-    Requests of clients of the dead router have ended. This router has the model's tokenizer."""
+    Requests of clients of the dead router have ended. The router of this test has the model's
+    tokenizer."""
     router = cluster[0]
     stream = Stream(router.url, {"max_tokens": 3000})
     stream.next()

@@ -94,8 +94,8 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
 
 
 def test_retries_are_a_share_of_requests():
-    """Lesson 56: a few are allowed at once, then one for every five requests; unused ones do
-    not accumulate."""
+    """Lesson 56: a few retries are allowed at once, then one for every five requests; unused
+    retries do not accumulate."""
     budget = RetryBudget(0.2)
 
     assert [budget.withdraw() for _ in range(12)] == [True] * 10 + [False] * 2

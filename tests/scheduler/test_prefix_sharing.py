@@ -28,7 +28,7 @@ def test_a_new_request_waits_for_the_prefix_and_then_finds_it(depth: int) -> Non
 
 
 def test_all_sequences_waiting_for_one_prefix_start_together() -> None:
-    """Lesson 26: one computes, then all others start in one step."""
+    """Lesson 26: one sequence computes, then all others start in one step."""
     harness = Harness(num_blocks=200, settings={"max_num_seqs": 32, "max_batched_tokens": 64})
     harness.add(*(make_request(f"r{n}", [*make_prompt(40), n]) for n in range(20)))
 
@@ -39,7 +39,8 @@ def test_all_sequences_waiting_for_one_prefix_start_together() -> None:
 
 
 def test_too_little_in_flight_is_not_worth_a_wait() -> None:
-    """With fewer blocks than the minimum, a new request computes them itself."""
+    """With fewer shared blocks in flight than the minimum, a new request computes them
+    itself."""
     harness = Harness(
         settings={**CHUNKED, "max_batched_tokens": 64, "prefix_wait_min_blocks": 6}
     )

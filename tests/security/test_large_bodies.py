@@ -221,7 +221,8 @@ WORK = {"plain_messages", "chat_request", "chat_text", "encode_chat", "to_gramma
 
 
 def test_many_log_probabilities_are_not_written_on_the_event_loop():
-    """An answer with those of 300 tokens is built in a thread; one with those of 5 is not."""
+    """An answer with the log-probabilities of 300 tokens is built in a thread; an answer with
+    those of 5 is not."""
     on_loop: list[str] = []
 
     def watch(frame, event, argument):
@@ -368,7 +369,8 @@ def test_the_length_of_finished_choices_is_checked():
 
 
 def test_a_stream_is_resumed_without_parsing_its_body_again():
-    """The field is appended to the text; a parser takes the last of two equal fields."""
+    """The field of the continuation is appended to the body's text; a parser takes the last of
+    two equal fields."""
     progress = StreamProgress()
     progress.strip(b': headwater {"tokens":[7],"seed":1,"created":9}\ndata: {}\n\n')
 

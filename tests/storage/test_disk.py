@@ -44,8 +44,8 @@ def test_disk_space_is_allocated_by_one_process_at_a_time(
 
 
 def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
-    """No exception, a count, and earlier blocks are still served (lesson 43). The limit on file
-    sizes simulates a full disk."""
+    """The write raises no exception and is counted, and earlier blocks are still served (lesson
+    43). The limit on file sizes simulates a full disk."""
     storage = make_file(slab_bytes=4 * 8272 + PAGE_BYTES)
     num_slots = storage._geometry.num_slots
     keys = make_keys(num_slots)

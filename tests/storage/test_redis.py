@@ -82,7 +82,7 @@ def test_a_server_that_is_not_running_gets_a_message_at_start() -> None:
 
 def test_forgetting_everything_leaves_other_models_alone(redis_server: RedisServer) -> None:
     """Blocks under one prefix are distinguished by the fingerprint in their header; there are
-    more of them than one answer of the server names."""
+    more blocks than one answer of the server lists."""
     prefix = {"key_prefix": "forget[*]?:"}
     ours = open_storage("redis", {"url": redis_server.url} | prefix, Opening(format=FORM))
     other = replace(FORM, fingerprint=FORM.fingerprint[::-1])

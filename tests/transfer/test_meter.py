@@ -19,7 +19,7 @@ def test_latency_and_block_time_are_fitted_from_jobs():
 
 
 def test_jobs_of_one_size_give_a_mean():
-    """Latency and speed cannot be distinguished then."""
+    """Jobs of one size cannot distinguish latency from speed."""
     meter = LinkMeter()
     meter.observe(4, 0.2, now=0.0)
     meter.observe(4, 0.4, now=0.0)

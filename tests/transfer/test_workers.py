@@ -203,8 +203,8 @@ def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
 
 
 def test_a_backend_that_is_not_quiet_keeps_the_slots(harness):
-    """Lesson 50: TIMED_OUT is reported first, and QUIET only when it cannot touch the slots any
-    more."""
+    """Lesson 50: TIMED_OUT is reported first, and QUIET only when the backend cannot touch the
+    slots any more."""
     quiet = threading.Event()
     harness.storage.gate.set()
     harness.storage.error = StorageTimeout("late", quiet=quiet)
