@@ -250,8 +250,8 @@ def test_evicted_sessions_keep_no_tokens():
 
 
 def test_check_notices_every_bound_that_is_broken(monkeypatch):
-    """A violation is reported for nodes only in storage, the write queue, sessions and
-    ghosts."""
+    """Violated bounds of stored nodes, the write queue, sessions and ghosts are each
+    reported."""
     stored = make_stored(max_stored_nodes=1)
     for number in range(3):
         serve(stored, make_path(number))

@@ -19,7 +19,7 @@ def chain(scheme, tokens, media=None):
 
 
 def test_encoding_is_fixed():
-    """Lesson 42: keys are a documented binary encoding; this one must never change silently."""
+    """Lesson 42: keys have a documented binary encoding, which must never change silently."""
     fields = (
         b"f" + struct.pack("<I", 7) + b"weights"
         + b"k" + struct.pack("<I", 6) + b"fp16/1"

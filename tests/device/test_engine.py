@@ -113,9 +113,9 @@ def run(
 def test_cached_chunked_and_preempted_equal_alone(
     family: Callable[[str], Path], name: str, depth: int
 ) -> None:
-    """Each request alone and uncached is compared with all at once, twice, in a pool that
-    barely holds the longest: every token is the same, greedy and seeded, with windows, caps and
-    sinks."""
+    """The output of each request alone and uncached equals its output when all requests run at
+    once, twice, in a pool that barely holds the longest one: greedy and seeded, with windows,
+    caps and sinks."""
     model = load(family(name))
     requests = make_workload(np.random.default_rng(depth), 9)
     alone = {

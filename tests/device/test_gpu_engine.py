@@ -24,9 +24,9 @@ __all__ = ["pytestmark"]
 def test_cached_chunked_and_preempted_equal_alone(
     family: Callable[[str], Path], name: str
 ) -> None:
-    """As on a CPU, the output of each request alone and uncached is compared with its output
-    when all requests run at once, twice, in a pool that barely holds the longest one. Greedy
-    requests also give the CPU's tokens."""
+    """As on a CPU, the output of each request alone and uncached equals its output when all
+    requests run at once, twice, in a pool that barely holds the longest one. Greedy requests
+    also give the CPU's tokens."""
     model, reference = load(family(name), device="cuda"), load(family(name))
     requests = make_workload(np.random.default_rng(3), 9)
     sizes = {"num_blocks": 16, "block_tokens": 8, "depth": 1, "caching": False}

@@ -170,7 +170,8 @@ def test_a_hand_off_between_processes_yields_the_tokens_of_one(cluster):
 
 
 def test_a_missing_instance_is_a_typed_refusal_or_a_local_prefill(cluster):
-    """The header `x-headwater-fallback` of the request decides which of the two it is."""
+    """The header `x-headwater-fallback` decides whether the request is refused or its prompt is
+    computed by D."""
     prompt = cluster.prompt()
     refused = Asking(cluster.decode, prompt, "127.0.0.1:1").end(30)
     assert refused is not None

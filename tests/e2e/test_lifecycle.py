@@ -198,7 +198,8 @@ def test_an_address_of_another_machine_gets_a_clear_message(host, sentence, caps
 
 
 def test_a_model_that_cannot_be_served_gets_a_message(tmp_path):
-    """Lesson 61: the operator gets the engine's message; exit code 1, no traceback."""
+    """Lesson 61: the operator gets the engine's message without a traceback, and the exit code
+    is 1."""
     server = LiveServer(str(tmp_path))
 
     assert server.wait() == 1

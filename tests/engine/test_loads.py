@@ -108,7 +108,8 @@ def test_the_lookups_of_one_step_are_one_call() -> None:
 
 
 def test_while_a_load_is_in_flight_others_run_and_nothing_is_held() -> None:
-    """Lessons 13, 45: the step does not wait for a copy; the sequence that does has no slots."""
+    """Lessons 13, 45: the step does not wait for a copy; the sequence that waits for the copy
+    has no slots."""
     harness = make_warm()
     harness.copier.held = True
     harness.add(make_request("loads", PROMPT, max_tokens=1))

@@ -126,8 +126,8 @@ def test_equal_blocks_have_equal_ids_and_tenants_share_none(tmp_path):
 
 
 def test_writing_never_waits_and_what_is_too_much_is_counted(tmp_path, caplog):
-    """If the thread is too slow, requests are missing in the recording; nothing else
-    happens."""
+    """If the thread that writes is too slow, requests are missing in the recording; nothing
+    else happens."""
     file = RecordFile(tmp_path / "r.jsonl", start_s=0.0)
     recording = Recording(file.begin(BLOCK))
     for number in range(_MAX_PENDING + 5):  # they are not taken before the thread starts

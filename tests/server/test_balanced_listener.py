@@ -121,7 +121,8 @@ def test_a_worker_that_accepts_nothing_does_not_keep_connections_from_the_others
 
 
 def test_an_accept_that_fails_is_tried_again(monkeypatch):
-    """Too many open files: the connection waits and the error is logged, without a busy loop."""
+    """With too many open files the connection waits and the error is logged, without a busy
+    loop."""
     monkeypatch.setattr("headwater.server.balanced_listener._RETRY_S", 0.0)
 
     class Failing:

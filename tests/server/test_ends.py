@@ -11,7 +11,7 @@ from tests.server.harness import error, events, run
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_is_reported_to_the_client(stream):
-    """Lesson 58: after an abort by its request id, the client gets a 499 or the last chunk of a
+    """Lesson 58: after an abort by request id, the client gets a 499 or the last chunk of a
     stream."""
 
     async def scenario(harness):
