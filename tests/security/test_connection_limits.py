@@ -26,7 +26,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 class Live:
     """A server with an echo engine on a real socket."""
 
-    def __init__(self, **limits):
+    def __init__(self, tls=None, **limits):
         self.harness = Harness()
         config = ServerConfig()
         readiness = ReadinessMiddleware(
@@ -34,7 +34,8 @@ class Live:
         )
         readiness.open(create_app(self.harness.service))
         self.listener = bind("127.0.0.1", 0)
-        self.http = HttpServer(readiness, limits=ConnectionLimits(**limits))
+        self.http = HttpServer(readiness, tls=tls, limits=ConnectionLimits(**limits))
+        self.context = None if tls is None else tls.client_context()
         self.address = self.listener.getsockname()
 
     async def __aenter__(self):
@@ -51,7 +52,7 @@ class Live:
         self.harness.service.close()
 
     async def open(self, data=b""):
-        reader, writer = await asyncio.open_connection(*self.address)
+        reader, writer = await asyncio.open_connection(*self.address, ssl=self.context)
         writer.write(data)
         return reader, writer
 
@@ -143,6 +144,24 @@ def test_half_open_connections_do_not_keep_others_out():
             writer.close()
 
     run(scenario, max_connections=8)
+
+
+def test_a_connection_that_was_used_lately_is_closed_last():
+    """A client that keeps its connection loses it later than clients that send nothing."""
+
+    async def scenario(live):
+        reader, writer = await live.open(HEALTH)
+        first = await reader.readuntil(b"}")
+        idle = [await live.open() for _ in range(2)]
+        writer.write(HEALTH)
+        assert await reader.readuntil(b"}") == first
+        idle += [await live.open() for _ in range(2)]
+        writer.write(HEALTH)
+        assert await reader.readuntil(b"}") == first
+        for _, other in (*idle, (reader, writer)):
+            other.close()
+
+    run(scenario, max_connections=3)
 
 
 def test_a_stream_continues_when_idle_clients_take_every_connection():

@@ -18,6 +18,7 @@ from headwater.server.router.protocol import TOKEN_HEADER
 from headwater.server.tls import TlsConfig
 from tests.router.harness import TOKEN, run
 from tests.router.live import LiveCommand
+from tests.security.test_connection_limits import HEALTH, Live
 from tests.security.test_sockets import listening, processes
 
 
@@ -66,6 +67,33 @@ def test_a_cluster_speaks_tls(folder):
         assert (await harness.complete()).status_code == 200
 
     run(scenario, tls=tls(folder), verify=trusting(folder))
+
+
+def test_clients_that_negotiate_nothing_are_limited_and_ended(folder):
+    """Connections count before TLS is negotiated: with every one in use, the oldest is closed for
+    a new client. The others end after the time for headers, and with the server."""
+
+    async def scenario():
+        limits = {"max_connections": 8, "header_timeout_s": 0.5}
+        async with Live(tls=tls(folder, "instance"), **limits) as live:
+            silent = [await asyncio.open_connection(*live.address) for _ in range(40)]
+            for _ in range(3):
+                assert (await live.ask(HEALTH)).startswith(b"HTTP/1.1 200")
+            assert live.http.guard.num_open <= 8
+            async with asyncio.timeout(20):
+                for reader, _ in silent:
+                    assert await reader.read() == b""
+            reader, last = await asyncio.open_connection(*live.address)
+            while not live.http.guard.num_open:  # noqa: ASYNC110 -- it has no event
+                await asyncio.sleep(0)
+            async with asyncio.timeout(4):  # less than what uvicorn waits for connections
+                live.http.stop()
+                await live.task
+                assert await reader.read() == b""
+        for _, writer in (*silent, (reader, last)):
+            writer.close()
+
+    asyncio.run(scenario())
 
 
 def test_plain_http_and_foreign_cas_fail(folder, tmp_path):

@@ -8,24 +8,28 @@ from typing import Any
 import pytest
 
 from headwater.server import balanced_listener
-from headwater.server.balanced_listener import BalancedListener
+from headwater.server.balanced_listener import BalancedListener, CountedConnection
 from headwater.server.connection_counts import ConnectionCounts, make_counts_file
 from headwater.server.listener import bind
 
 NUM_WORKERS = 3
 
 
-class Counted(asyncio.Protocol):
+class Counted(CountedConnection):
     """A connection that is counted for one worker, as `GuardedProtocol` does."""
 
     def __init__(self, counts):
         self.counts = counts
 
-    def connection_made(self, transport):
+    def accepted(self, address, drop):
         self.counts.add("client", 1)
+        return True
+
+    def ended(self):
+        self.counts.add("client", -1)
 
     def connection_lost(self, error):
-        self.counts.add("client", -1)
+        self.ended()
 
 
 class Workers:

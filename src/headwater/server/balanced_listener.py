@@ -8,10 +8,12 @@ other worker has accepted any by then, because they are busy or hang, the worker
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 from headwater.server.connection_counts import ConnectionCounts
 
@@ -23,8 +25,26 @@ _MAX_LEAD = 1
 _YIELD_S = 0.005
 """How long a connection is left to the other workers."""
 
+_MAX_TOGETHER = 64
+"""Connections that one worker alone accepts before the loop goes on: it must close those that made
+room for them."""
+
 _RETRY_S = 1.0
 """Pause after an error, such as too many open files."""
+
+
+class CountedConnection(asyncio.Protocol):
+    """A protocol that is counted from `accepted` on, before TLS is negotiated: a client that
+    opens connections and negotiates nothing is limited like any other."""
+
+    def accepted(self, address: str, drop: Callable[[], None]) -> bool:
+        """Count the connection; False when there is no room for it. Until `connection_made`,
+        `drop` ends it."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """The connection ended before `connection_made`: it does not count any more."""
+        raise NotImplementedError
 
 
 class BalancedListener:
@@ -33,18 +53,18 @@ class BalancedListener:
     def __init__(
         self,
         listener: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
+        make_protocol: Callable[[], CountedConnection],
         counts: ConnectionCounts,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """`make_protocol` returns protocols that count their connection in `counts`."""
+        """`make_protocol` returns protocols that are counted in `counts`."""
         self._listener = listener
         self._make_protocol = make_protocol
         self._counts = counts
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
-        """Accepted connections that their protocol has not counted yet."""
+        self._opening: dict[asyncio.Task[None], socket.socket] = {}
+        """Accepted connections whose TLS is being negotiated."""
         self._num_others: int | None = None
         """Connections of the other workers when a connection was left to them."""
         self._pause: asyncio.TimerHandle | None = None
@@ -53,13 +73,16 @@ class BalancedListener:
         self._loop.add_reader(listener, self._on_ready)
 
     def close(self) -> None:
-        """Stop accepting. Calling it twice is safe."""
+        """Stop accepting, and end connections that are being opened. Calling it twice is
+        safe."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
+        for connection in self._opening.values():
+            _shut_down(connection)
 
     async def wait_closed(self) -> None:
         """Wait for the connections that are being opened."""
@@ -68,12 +91,12 @@ class BalancedListener:
 
     def _on_ready(self) -> None:
         """Connections wait, unless other workers have just taken them."""
-        if self._counts.is_alone:  # nothing to balance: take all that wait
-            while self._accept():
-                pass
+        if self._counts.is_alone:  # nothing to balance: take those that wait
+            for _ in range(_MAX_TOGETHER):
+                if not self._accept():
+                    break
             return
-        lead = self._counts.lead + len(self._opening)
-        if lead > _MAX_LEAD and self._num_others != self._counts.num_others:
+        if self._counts.lead > _MAX_LEAD and self._num_others != self._counts.num_others:
             self._num_others = self._counts.num_others
             self._pause_for(_YIELD_S)
             return
@@ -83,27 +106,32 @@ class BalancedListener:
     def _accept(self) -> bool:
         """Accept one connection. Returns whether there was one."""
         try:
-            connection, _ = self._listener.accept()
+            connection, peer = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return False
         except OSError as exc:
             log.error("cannot accept a connection: %s; trying again in %g s", exc, _RETRY_S)
             self._pause_for(_RETRY_S)
             return False
-        opening = self._loop.create_task(self._open(connection))
-        self._opening.add(opening)
-        opening.add_done_callback(self._opening.discard)
+        protocol = self._make_protocol()
+        if not protocol.accepted(peer[0], partial(_shut_down, connection)):
+            connection.close()
+            return True
+        opening = self._loop.create_task(self._open(connection, protocol))
+        self._opening[opening] = connection
+        opening.add_done_callback(self._opening.pop)
         return True
 
-    async def _open(self, connection: socket.socket) -> None:
+    async def _open(self, connection: socket.socket, protocol: CountedConnection) -> None:
         connection.setblocking(False)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(
-                self._make_protocol, connection, ssl=self._tls
+                lambda: protocol, connection, ssl=self._tls
             )
-        except (OSError, ssl.SSLError) as exc:  # the client is gone, or TLS was refused
+        except OSError as exc:  # the client is gone, or TLS was refused
             log.debug("a connection could not be opened: %s", exc)
+            protocol.ended()
             connection.close()
 
     def _pause_for(self, seconds: float) -> None:
@@ -112,3 +140,9 @@ class BalancedListener:
 
     def _resume(self) -> None:
         self._loop.add_reader(self._listener, self._on_ready)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection. The loop, which may use it, sees its end and closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

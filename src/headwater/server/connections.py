@@ -9,6 +9,7 @@ a new one, so that a client that opens many and sends nothing cannot keep others
 import asyncio
 import resource
 from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headwater.clock import Clock
 from headwater.config import is_loopback
+from headwater.server.balanced_listener import CountedConnection
 from headwater.server.config import ConnectionLimits
 from headwater.server.connection_counts import ConnectionCounts
 from headwater.server.errors import ErrorAnswer, ErrorObject
@@ -51,7 +53,7 @@ class ConnectionGuard:
         self.num_refused = 0
         """Connections closed at once because a limit was reached."""
         self._open: OrderedDict[GuardedProtocol, None] = OrderedDict()
-        """Oldest first; a connection moves to the end when it begins a request."""
+        """In the order in which they were accepted, or sent their last response."""
 
     @property
     def num_open(self) -> int:
@@ -65,6 +67,15 @@ class ConnectionGuard:
         self._open[connection] = None
         self.counts.add(connection.address, 1)
         return True
+
+    def has(self, connection: "GuardedProtocol") -> bool:
+        """Whether a connection is counted."""
+        return connection in self._open
+
+    def renew(self, connection: "GuardedProtocol") -> None:
+        """A connection has sent a response: those that wait longer are closed before it."""
+        if connection in self._open:
+            self._open.move_to_end(connection)
 
     def remove(self, connection: "GuardedProtocol") -> None:
         """A connection has ended."""
@@ -93,17 +104,18 @@ class ConnectionGuard:
         return not is_full or self._make_room()
 
     def _make_room(self) -> bool:
-        """Close the oldest connection that has no request; False when all have one."""
+        """Close the connection that has waited longest without a request; False when all have
+        one."""
         waiting = next((entry for entry in self._open if entry.is_waiting), None)
         if waiting is None:
             return False
         self.remove(waiting)
-        waiting.transport.abort()
+        waiting.abort()
         return True
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """One connection, with limits."""
+class GuardedProtocol(HttpToolsProtocol, CountedConnection):
+    """One connection, with limits. Its time to send headers includes that of TLS."""
 
     def __init__(self, *args: Any, guard: ConnectionGuard, **kwargs: Any) -> None:  # noqa: ANN401 -- uvicorn's own
         super().__init__(*args, **kwargs)
@@ -116,6 +128,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._progress_s = self._since_s
         """When the last bytes of a body arrived."""
         self._is_refused = False
+        self._drop: Callable[[], None] = lambda: None
         self.address = ""
 
     @property
@@ -133,10 +146,16 @@ class GuardedProtocol(HttpToolsProtocol):
         allowed_s = limits.body_timeout_s + self._num_body_bytes / limits.min_body_rate
         return now - self._progress_s > limits.body_timeout_s or now - self._since_s > allowed_s
 
+    def accepted(self, address: str, drop: Callable[[], None]) -> bool:
+        self.address, self._drop = address, drop
+        return self._guard.admit(self)
+
+    def ended(self) -> None:
+        self._guard.remove(self)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
-        if not self._guard.admit(self):
+        if not self._guard.has(self):  # closed for a new one meanwhile
             self._is_refused = True
             transport.abort()
 
@@ -182,14 +201,26 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self.pipeline and self._phase is _Phase.RESPONSE:
             self._enter(_Phase.IDLE)
+            self._guard.renew(self)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        transport: asyncio.Transport | None = self.transport
+        if transport is None:  # TLS is being negotiated
+            self._drop()
+        else:
+            transport.abort()
 
     def refuse(self, status: int, message: str) -> None:
         """Answer with an error, if nothing was answered yet, and close."""
         if self._is_refused:
             return
         self._is_refused = True
+        transport: asyncio.Transport | None = self.transport
         cycle: object = self.cycle  # None before the first request
-        if cycle is None or self.cycle.response_complete:
+        if transport is None:
+            self.abort()
+        elif cycle is None or self.cycle.response_complete:
             error = ErrorObject(message=message, type="invalid_request_error", code=None)
             body = msgspec.json.encode(ErrorAnswer(error=error))
             self.transport.write(
@@ -199,7 +230,7 @@ class GuardedProtocol(HttpToolsProtocol):
             )
             self.transport.close()
         else:
-            self.transport.abort()
+            self.abort()
 
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -48,7 +47,6 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = None if tls is None else tls.server_context()
         self.guard = ConnectionGuard(limits or ConnectionLimits(), SystemClock(), counts)
-        config.http_protocol_class = partial(GuardedProtocol, guard=self.guard)  # type: ignore[assignment]  # called as a class
         super().__init__(config)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -65,13 +63,13 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])
         config = self.config
 
-        def make_protocol() -> asyncio.Protocol:
-            protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+        def make_protocol() -> GuardedProtocol:
+            return GuardedProtocol(
                 config=config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
+                guard=self.guard,
             )
-            return protocol
 
         self.servers = [
             BalancedListener(listener, make_protocol, self.guard.counts, config.ssl)  # type: ignore[misc]  # has what uvicorn uses
