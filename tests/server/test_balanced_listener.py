@@ -109,14 +109,17 @@ def test_one_worker_leaves_no_connection_to_others(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_worker_that_accepts_nothing_does_not_keep_connections_from_the_others():
-    """The worker hangs or starts. The others take its connections after a moment."""
+def test_a_worker_that_accepts_nothing_does_not_keep_connections_from_the_others(monkeypatch):
+    """The worker hangs or starts. The others take its connections after one moment, not after one
+    for each connection."""
+    monkeypatch.setattr(balanced_listener, "_YIELD_S", 0.5)
 
     async def scenario():
         workers = Workers(2)
         started = [workers.start(0)]  # worker 1 never accepts
         await workers.open(20)
-        await workers.all_counted(20)
+        async with asyncio.timeout(5):
+            await workers.all_counted(20)
         numbers = workers.numbers
         await workers.close(started)
         return numbers

@@ -4,7 +4,8 @@ many.
 A connection stays with its worker, and clients keep connections open. The kernel wakes all
 workers for a new connection, and the fastest takes it, often several in a row. So a worker that
 has more connections than another one leaves a new connection to the others for a moment. If no
-other worker has accepted any by then, because they are busy or hang, the worker takes it itself.
+other worker has accepted any by then, because they are busy or hang, the worker takes it itself,
+and further ones at once until another worker accepts or loses a connection.
 """
 
 import asyncio
@@ -100,7 +101,6 @@ class BalancedListener:
             self._num_others = self._counts.num_others
             self._pause_for(_YIELD_S)
             return
-        self._num_others = None
         self._accept()
 
     def _accept(self) -> bool:
