@@ -1,1 +1,1 @@
-"""C code that is compiled on the user's machine, and what it needs; imports no torch."""
+"""C code that is compiled on the user's machine, and its compiler. Imports no torch."""

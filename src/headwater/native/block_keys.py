@@ -88,8 +88,8 @@ def _native() -> _Chain | None:
 
 
 def _openssl() -> tuple[ctypes.c_void_p, ...]:
-    """SHA-256 of the OpenSSL that Python itself is linked with: looking a name up in `_hashlib`
-    also searches the libraries it depends on."""
+    """SHA-256 functions of the OpenSSL that Python itself is linked with: a symbol lookup in
+    `_hashlib` also searches the libraries that `_hashlib` depends on."""
     import _hashlib
 
     library = ctypes.CDLL(_hashlib.__file__)

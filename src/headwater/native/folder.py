@@ -16,8 +16,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def filled_whole(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name when the block ends without an
-    error.
+    """A context with a temporary folder beside `target`. It is renamed to `target` at the end,
+    unless there was an error.
 
     When two processes race, the first to finish wins and the other's work is dropped:
     `target` is complete whenever it exists.

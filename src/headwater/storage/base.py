@@ -36,7 +36,7 @@ class BlockWrite(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageStats:
-    """Counters of a backend since it was opened. They only grow."""
+    """Counters of a backend since it was opened, and its current size."""
 
     backend: str
     num_blocks: int | None

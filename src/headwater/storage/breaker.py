@@ -42,8 +42,8 @@ class BreakerConfig:
     """How long it stays open the first time."""
 
     max_recovery_s: float = 60.0
-    """Upper bound of that wait. Each failed trial doubles it, and so does opening again within
-    this time after closing."""
+    """Upper bound of that wait. Each failed trial doubles the wait, and so does opening again
+    within this time after closing."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1:

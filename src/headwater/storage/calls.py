@@ -45,7 +45,7 @@ def advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 class Deadline:
-    """The moment after which a storage call is no longer waited for."""
+    """The time until which a caller waits for a storage call."""
 
     __slots__ = ("_clock", "_end_s", "_what")
 

@@ -1,4 +1,5 @@
-"""A backend that passes its calls on to another one: the base of backends that change a few."""
+"""A backend that passes its calls on to another one: a base class for backends that change some
+of the calls."""
 
 from collections.abc import Sequence
 

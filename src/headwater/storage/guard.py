@@ -301,7 +301,7 @@ class GuardedStorage:
                 self._num_probing -= 1
 
     def _take_stats(self) -> None:
-        """Note the backend's statistics. Called in the thread of the call that just ended."""
+        """Store the backend's statistics. Called in the thread of the call that just ended."""
         with self._lock:
             self._num_calls += 1
             number = self._num_calls

@@ -92,7 +92,7 @@ class IoThreads:
     def _lose(self, threads: list[int]) -> None:
         with self._changed:
             self._num_lost += len(threads)
-        if sys.platform != "linux":  # where the number would mean a process
+        if sys.platform != "linux":  # elsewhere the call takes process ids only
             return
         for thread in threads:
             with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class _Group(Generic[T]):
         self._lock = Lock()
         self._waiting = len(calls)
         self._running: dict[int, int] = {}
-        """The system's numbers of the threads in a call, by the place of the call."""
+        """System ids of the threads that run calls, by index of the call."""
         self._abandoned = False
 
     def run(self, place: int) -> bool:

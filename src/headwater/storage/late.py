@@ -1,9 +1,9 @@
 """A backend that opens in a thread: a mount or a server may answer late, or never.
 
-Until it is open every call is refused at once, so to a request the tier is a miss. An open that
-ends with StorageTimeout is tried again. Any other error ends the start of the engine, so that a
-wrong address is noticed. If the engine has started meanwhile, or was restarted, the open is
-tried again after any error.
+Until it is open every call is refused at once, so every request misses in this tier. An open
+that ends with StorageTimeout is tried again. Any other error ends the start of the engine, so
+that a wrong address is noticed. If the engine has started meanwhile, or was restarted, the open
+is tried again after any error.
 """
 
 import logging
@@ -44,8 +44,8 @@ class LateStorage:
         self._is_closed = False
         self._is_late = is_optional
         self._ended = Event()
-        """Set when the backend is open, failed to open before it was late, or is optional and the
-        first try failed."""
+        """Set when `wait` need not wait any more: the backend is open, the error is final, or
+        the backend is optional and the first try failed."""
         self._is_optional = is_optional
         self._closing = Event()
         Thread(target=self._open, name="storage-open", daemon=True).start()

@@ -21,13 +21,13 @@ _BACKENDS = {
 }
 
 OPEN_TIMEOUT_S = 15.0
-"""Longest wait for a backend to open. An engine starts without one that takes longer."""
+"""Longest wait for a backend to open. If it takes longer, the engine starts without it."""
 
 
 def open_storage(
     name: str, settings: Mapping[str, Any], opening: Opening, *, is_optional: bool = False
 ) -> StorageBackend:
-    """The backend `name`, or ConfigError with what to change.
+    """Open the backend `name`. Raises ConfigError that says what to change.
 
     A backend that does not open within OPEN_TIMEOUT_S, or whose server does not answer, opens
     in the background; until then every call raises StorageUnavailable. If `is_optional`, a

@@ -19,7 +19,8 @@ _UNITS = {
 
 
 def read_settings(kind: type[Settings], given: Mapping[str, Any], backend: str) -> Settings:
-    """`given` as a `kind`. Raises ConfigError that names the wrong setting."""
+    """The settings `given`, as an instance of `kind`. Raises ConfigError that names the wrong
+    setting."""
     hints = get_type_hints(kind)
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in given:

@@ -18,11 +18,11 @@ from headwater.transfer.workers import Plan, Report, Task
 from headwater.types import JobId, LinkRate, Tier
 
 _MEMORY = 0.95
-"""Weight that remains of an observation after each later one."""
+"""Factor by which each new observation reduces the weight of the earlier ones."""
 
 _STALE_S = 60.0
-"""After each period of this length without a job, the link is assumed to be twice as fast. So a
-link that was slow once is tried again, and a slower one is tried later."""
+"""After each period of this length without a job, the link is assumed to be twice as fast, so
+that a link that was slow once is tried again."""
 
 
 class LinkMeter:
@@ -44,8 +44,8 @@ class LinkMeter:
         self._last_s = now
 
     def rate(self, *, now: float, busy: bool = False) -> LinkRate | None:
-        """The estimate; None before the first job. While the link is `busy`, age makes the
-        estimate no more optimistic: a job that will measure the link is already running."""
+        """The estimate; None before the first job. An old estimate is made more optimistic,
+        except while the link is `busy`: then a running job will measure it."""
         if not self._blocks:
             return None
         line = self._line()
@@ -186,13 +186,13 @@ class Mover:
         }
         self._running: dict[JobId, _Running] = {}
         self._deadlines: list[tuple[float, JobId]] = []
-        """A heap of deadlines; jobs that have ended are skipped when they come up."""
+        """A heap of deadlines. Those of jobs that have ended are skipped when they are due."""
         self.links: dict[str, LinkTotals] = {}
         """Totals of each link, for reading."""
         self._meters: dict[str, LinkMeter] = {}
         self.num_observed = 0
-        """Number of transfers from which rates were learned. Rates change only when it
-        changes."""
+        """Number of transfers from which rates were learned. Otherwise rates change only with
+        their age."""
 
     @property
     def copier(self) -> DeviceCopier | None:
@@ -267,8 +267,8 @@ class Mover:
         return wake_s is not None and wake_s <= now
 
     def rate(self, link: str, *, now: float) -> LinkRate | None:
-        """The measured speed of `link`; that of the opposite direction if this one has carried
-        nothing yet."""
+        """The measured speed of `link`. Before its first transfer, that of the opposite
+        direction."""
         totals = self.links.get(link)
         busy = totals is not None and totals.in_flight > 0
         for name in (link, "_to_".join(reversed(link.split("_to_")))):
@@ -290,8 +290,8 @@ class Mover:
         return None if self._workers is None else self._workers.stats()
 
     def close(self) -> None:
-        """End the copier after its copies, and the others without waiting for running calls.
-        Calling it twice is safe."""
+        """End the copier after its copies, and the storage threads without waiting for running
+        calls. Calling it twice is safe."""
         if self._copier is not None:
             self._copier.close()
         if self._workers is not None:

@@ -16,7 +16,7 @@ _SEAL_FUTURE_WRITE = 0x10
 """The value in Linux since 5.1; Python's fcntl has a name for it only since 3.13."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals that prevent the memory from being removed while a process reads it."""
+"""Seals that keep the size of the memory: a process that reads removed memory is killed."""
 
 
 class SharedPages:

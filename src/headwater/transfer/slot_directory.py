@@ -45,7 +45,7 @@ class SlotRecord(NamedTuple):
 
 
 class DirectoryShape(NamedTuple):
-    """What must be equal so that an engine can use the blocks that another one left."""
+    """What must be equal in two engines so that one can adopt the blocks of the other."""
 
     identity: bytes
     """The root key of the shared namespace, from which all its keys are chained: model, format,
@@ -127,8 +127,8 @@ class SlotDirectory:
 
     def _write_header(self, shape: DirectoryShape) -> None:
         header = self._header[0]
-        # A header without its magic number is no header: after a kill between these stores, the
-        # next engine empties the directory.
+        # The magic number is written last. After a kill between these stores it is missing, and
+        # the next engine empties the directory.
         header["magic"] = b""
         header["identity"] = np.frombuffer(shape.identity, dtype="V32")[0]
         header["num_slots"], header["block_bytes"] = shape.num_slots, shape.block_bytes

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 10.0
-"""How long after the directory was full the backend checks again whether it still is."""
+"""Seconds after which the backend checks again whether a full directory has room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,7 @@ class FileStorage:
 
     def _refresh(self) -> None:
         """Take over new slabs without an owner, and learn what other processes have written
-        since."""
+        since the last call."""
         with self._refreshing:
             names = self._directory.names()
             if names != self._names:

@@ -1,8 +1,8 @@
 """A directory of slabs that several processes share: ownership of slabs, and the limit on their size.
 
-Everything that makes, takes over or deletes a slab happens under an exclusive `flock` on the
-file `lock`, which a process that died no longer holds. An incomplete slab that is found under
-that lock was left by a process that was killed; it is removed.
+A process holds an exclusive `flock` on the file `lock` while it makes, takes over or deletes a
+slab; the system releases the lock when the process dies. So an incomplete slab that is found
+under the lock was left by a process that was killed; it is removed.
 """
 
 import contextlib
@@ -72,8 +72,8 @@ class SlabDirectory:
     ) -> Slab | None:
         """A new slab of ours, or None if the directory has no room for it.
 
-        Raises OSError; its number is one of `FULL` when the disk would keep less than
-        `reserve_bytes`.
+        Raises OSError, with an error number of `FULL` if less than `reserve_bytes` of the disk
+        would stay free.
         """
         with self._locked():
             self._sweep()
@@ -86,7 +86,7 @@ class SlabDirectory:
             return Slab.create(self.path / name, geometry, direct=self._direct)
 
     def adopt(self, form: BlockFormat, known: set[str]) -> list[Slab]:
-        """Take over the slabs of this format, not `known`, whose owners are dead."""
+        """Take over the slabs of this format whose owners are dead, except those in `known`."""
         adopted = []
         with self._locked():
             self._sweep()

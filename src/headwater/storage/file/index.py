@@ -163,7 +163,7 @@ class SlotIndex:
             return SlotEntry(slab, Entry(slot, key, parent, self._sequence)), evicted
 
     def commit(self, place: SlotEntry) -> bool:
-        """The slot is complete: the block can be found. Returns False if a slab that was taken
+        """Make the block of a complete slot findable. Returns False if a slab that was taken
         over meanwhile has the same block: then this copy must be cleared and abandoned."""
         with self._lock:
             if place.entry.key in self._ours:
@@ -172,17 +172,18 @@ class SlotIndex:
             return True
 
     def abandon(self, place: SlotEntry) -> None:
-        """The block will not be found in this slot; the slot is free."""
+        """Free a slot whose block is not findable in it."""
         with self._lock:
             self._free.append((place.slab, place.entry.slot))
 
     def unclaim(self, key: BlockKey) -> None:
-        """The block is committed, or will not come."""
+        """End the claim of a block that was committed, or that could not be written."""
         with self._lock:
             self._claimed.discard(key)
 
     def forget(self, place: SlotEntry) -> bool:
-        """The block cannot be found any more; its slot becomes free when no reader is left."""
+        """Make a block unfindable. Its slot becomes free when no reader is left. Returns False
+        if the slot was not ours or had another block."""
         key, name = place.entry.key, _name(place)
         with self._lock:
             if self._theirs.get(key) == place:
@@ -197,7 +198,7 @@ class SlotIndex:
             return True
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """A run was used. Its last block becomes recent first, and its first block last, so
+        """Mark a run as used. Its last block becomes recent first, and its first block last, so
         that eviction takes leaves before their parents."""
         with self._lock:
             for key in reversed(keys):

@@ -22,7 +22,7 @@ from headwater.storage.file.table import PAGE_BYTES, Entry, Geometry, OpenFile, 
 
 
 class Slab:
-    """An open slab and its table. Any thread may read or write different slots at once."""
+    """An open slab and its table. Threads may read and write different slots at once."""
 
     def __init__(self, table: Table, *, owned: bool, direct: bool) -> None:
         """Open the slab beside `table`. Raises StorageCorrupt if it is missing or too short."""

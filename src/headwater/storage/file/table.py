@@ -3,10 +3,11 @@
     page 0        magic, version, fingerprint, sizes, check · at 2048 a count of changes
     from 4096 on  one entry of 80 bytes per slot: key 32, parent 32, sequence 8, zero 4, check 4
 
-Its owner holds an exclusive `flock` on it for as long as it lives, so a slab whose table can
-be locked has no owner. An entry is written after the slot is whole and cleared before the slot
-is written again; one whose check does not hold is an empty slot. The table is only a hint of
-what a slot holds: the header in the slot, verified at every read, is the proof.
+The process that owns a slab holds an exclusive `flock` on the table until it ends, so a slab
+whose table can be locked has no owner. An entry is written after the slot is whole and cleared
+before the slot is written again; an entry with a wrong check field is an empty slot. The table
+is only a hint of what a slot holds: the header in the slot, verified at every read, is the
+proof.
 """
 
 import fcntl
@@ -135,12 +136,12 @@ class Table:
         self._tell()
 
     def prepare(self, slot: int) -> None:
-        """Note that the slot is empty, because it is about to be written. Other processes are
-        not notified; what they read there fails verification."""
+        """Mark the slot as empty, because it is about to be written. Other processes are not
+        notified; what they read there fails verification."""
         self._write(slot, _EMPTY)
 
     def clear(self, slot: int) -> None:
-        """Note that the slot is empty, and let other processes notice it."""
+        """Mark the slot as empty, and notify other processes."""
         self._write(slot, _EMPTY)
         self._tell()
 
@@ -166,7 +167,7 @@ class Table:
         rows = self._rows()
         before = self._seen if len(self._seen) else np.zeros(len(rows), dtype=_ROW)
         self._changes, self._seen = changes, rows
-        # Each writing changes the sequence and the check, so keys need not be compared.
+        # Each write changes the sequence and the check, so keys need not be compared.
         differs = (rows["sequence"] != before["sequence"]) | (rows["check"] != before["check"])
         slots = np.flatnonzero(differs)
         return [(int(slot), _decode_entry(int(slot), rows[slot].tobytes())) for slot in slots]

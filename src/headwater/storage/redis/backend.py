@@ -68,7 +68,7 @@ class RedisStorage:
         try:
             self._idle.append(self._connect(self._deadline(config.connect_timeout_s)))
         except StorageTimeout:
-            raise  # the server is there and silent, which may pass
+            raise  # the server accepts connections but does not answer; it may recover
         except StorageError as error:
             raise ConfigError(f"storage backend 'redis': {error}") from error
 
@@ -186,7 +186,7 @@ class RedisStorage:
     def _receive(
         self, link: RespConnection, header: bytearray, view: memoryview, deadline: Deadline
     ) -> BlockRead:
-        """Receive one reply to a GET of any kind; a READ is not verified yet."""
+        """Receive the reply to one GET. A block that was read is not verified yet."""
         # Read only the header, so that one call receives the payload at its aligned target: a
         # copy in the kernel to an odd address is slower.
         try:
@@ -350,7 +350,7 @@ def _string(link: RespConnection, deadline: Deadline) -> bytes:
 
 
 def _drain(link: RespConnection, num_bytes: int, deadline: Deadline) -> None:
-    """Read and drop bytes, so that the connection stays in step."""
+    """Read and drop bytes, so that the next reply can be read."""
     scratch = memoryview(bytearray(min(num_bytes, _DRAIN_BYTES)))
     while num_bytes:
         piece = scratch[: min(num_bytes, len(scratch))]

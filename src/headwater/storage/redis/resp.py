@@ -1,8 +1,9 @@
 """One connection to a Redis or Valkey server; payloads are read and written in place.
 
 Speaks RESP2 over a plain or TLS socket. Bytes of a block go from the caller's buffer to the
-kernel and back without a copy in between. Every wait ends with the call's deadline; after an
-error of any kind a connection is out of step and must be closed.
+kernel and back without a copy in between. Every wait ends at the call's deadline. After any
+other error than ReplyError, replies could be read in the wrong place: the connection must be
+closed.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ _MAX_SMALL_BYTES = 1 << 20
 """Longest value that is read into separate memory: a name, a cursor, a description."""
 
 _LENGTH = re.compile(rb"\d{1,10}")
-"""Maximum number of digits of a length or count. `int` would accept longer ones, but they are
+"""A length or count, of at most 10 digits. `int` would also accept longer ones, which are
 invalid."""
 
 _MAX_PARTS = 512  # parts of one sendmsg; the kernel allows 1024
@@ -84,7 +85,7 @@ class Address:
 
 
 class ReplyError(StorageError):
-    """The server answered with an error; the connection is still in step."""
+    """The server answered with an error; the connection can still be used."""
 
 
 class AuthError(StorageError):
@@ -166,7 +167,7 @@ class RespConnection:
         """Send a SCAN command; return the next cursor and the names it found."""
         self.send([command(*words)], deadline)
         if self.number(deadline) != 2:
-            raise StorageError(f"{self.address} answered SCAN with a reply of another shape")
+            raise StorageError(f"{self.address} sent an invalid reply to SCAN")
         cursor = self.value(deadline)
         return cursor, [self.value(deadline) for _ in range(self.number(deadline))]
 
