@@ -56,9 +56,9 @@ class KvPublisher:
         """Binds the sockets, or raises ConfigError. `started_s` is the current time since 1970.
         `wake` makes the loop read `snapshot_wanted`; any thread may call it.
 
-        When `max_queued` batches wait for the thread, later ones are dropped until it has sent
-        those, and one snapshot replaces them. With `keys`, only processes with the peer token
-        can connect.
+        When `max_queued` batches wait for the thread, later batches are dropped until it has
+        sent the waiting ones; then one snapshot replaces the dropped ones. With `keys`, only
+        processes with the peer token can connect.
         """
         self._config = config
         self._block_tokens = block_tokens
@@ -95,8 +95,9 @@ class KvPublisher:
         return self._replay_endpoint
 
     def publish(self, changes: Sequence[CacheEvent]) -> None:
-        """Queue `changes` for subscribers. While the thread is behind, they are dropped. When
-        it has caught up, it asks for a snapshot, so at most one snapshot is queued."""
+        """Queue `changes` for subscribers. While the queue is full, they are dropped. When the
+        thread has emptied the queue, it asks for a snapshot, so at most one snapshot is
+        queued."""
         if self._overrun or not changes:
             return
         if self._queue.qsize() >= self._max_queued:
@@ -106,7 +107,8 @@ class KvPublisher:
         self._put(False, changes)
 
     def publish_snapshot(self, changes: Sequence[CacheEvent]) -> None:
-        """Queue everything that is cached now. All earlier changes were given to `publish`."""
+        """Queue everything that is cached now. The caller has passed all earlier changes to
+        `publish`."""
         self.snapshot_wanted = False
         if self._overrun:
             self._overrun = False
@@ -225,7 +227,7 @@ class KvPublisher:
                 self._reply(who, [(self._next - 1, payload)])
 
     def _reply(self, who: bytes, batches: Sequence[tuple[int, bytes | memoryview]]) -> None:
-        """Send batches and the end. A client that is gone or does not read gets fewer."""
+        """Send batches and the end. A client that has left or does not read misses some."""
         frames = [(pack_sequence(number), payload) for number, payload in batches]
         try:
             for number, payload in [*frames, (END, b"")]:

@@ -1,6 +1,6 @@
 """The format of log lines: text for people, or one JSON object per line for programs.
 
-In JSON, each sequence that ends also writes a line with its whole record.
+In JSON, there is also one line for each sequence that ends, with its whole record.
 """
 
 import json
@@ -39,7 +39,7 @@ def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    # Headwater logs little at this level; libraries log their routine.
+    # Headwater logs little at this level; libraries log routine events.
     logging.getLogger("headwater").setLevel(logging.INFO)
     _requests.setLevel(logging.WARNING)
     if form == "json":

@@ -24,7 +24,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """One metric. Each exists once, so it is its own identity."""
+    """One metric. Each exists once and is compared by identity."""
 
     name: str
     """The name without the prefix; that of a counter ends in `_total`."""
@@ -166,7 +166,10 @@ HINTS = Metric(
 )
 PD_IN_FLIGHT = Metric("pd_handoffs_in_flight", Kind.GAUGE, "Hand-offs in flight.", ("side",))
 PD_ASKS = Metric(
-    "pd_asks_total", Kind.COUNTER, "Requests for free blocks on a peer.", ("side",)
+    "pd_asks_total",
+    Kind.COUNTER,
+    "Requests for blocks of a decode instance, sent (prefill) or received (decode).",
+    ("side",),
 )
 PD_HANDOFFS = Metric("pd_handoffs_total", Kind.COUNTER, "Hand-offs that succeeded.", ("side",))
 PD_REFUSALS = Metric(
@@ -343,7 +346,7 @@ SERVER_METRICS = (
     E2E,
     QUEUE,
 )
-"""Metrics counted in the HTTP workers, where clients experience them."""
+"""Metrics counted in the HTTP workers, which see requests as their clients do."""
 
 ALL = (ENGINE_UP, VIOLATIONS, ENGINE_RESTARTS, *ENGINE_METRICS, *SERVER_METRICS)
 """All metrics of a server."""

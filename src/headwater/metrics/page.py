@@ -16,7 +16,7 @@ checks that they agree.
 - Counters never decrease while the engine runs; those of the engine start at 0 again when it is
   restarted. Compute ratios in the query, over any window:
   `rate(headwater:prefix_cache_hits_total[5m]) / rate(headwater:prefix_cache_queries_total[5m])`.
-- The engine counts where it decides, the server where outputs pass. A scrape reads these
+- The engine counts its decisions, and the HTTP workers count its outputs. A scrape reads these
   counts; nothing is sampled. `headwater bench metrics` measures the cost.
 - Reasons and tiers are labels. No label contains a request id, a salt or a prompt.
 - `deploy/prometheus/alerts.yml` has alert rules, `deploy/grafana/headwater.json` a dashboard.

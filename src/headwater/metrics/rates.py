@@ -28,8 +28,8 @@ class ServerRates:
     output_tokens: float
     prompt_tokens: float
     by_source: Mapping[str, float]
-    """Prompt tokens by where their KV came from. The prompts of a prefill instance are those that
-    were handed to it."""
+    """Prompt tokens by where their KV came from. On a prefill instance these are the prompts
+    that decode instances sent to it."""
 
     computed_by_reason: Mapping[str, float]
     """Prompt tokens that were computed, by the reason why the first of them was not found."""

@@ -24,7 +24,7 @@ class TierStats:
     """Findable; shared blocks are counted once."""
 
     evictable: int
-    """Cached and not leased."""
+    """Cached and not pinned."""
 
     evicted: int = 0
     """Blocks evicted from it since the start."""
@@ -76,7 +76,7 @@ class HandoffStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """The state of the engine between two steps."""
+    """The counters of the engine between two steps."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -9,8 +9,8 @@ from headwater.scheduler.stats import SequenceView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewLimits:
-    """How much of a view is requested. The cost of a view depends on what is shown, not on what
-    exists."""
+    """How much of a view is requested. The cost of a view depends on these limits, not on the
+    size of the cache."""
 
     max_sequences: int = 0
     max_nodes: int = 0
