@@ -19,7 +19,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by `advance` and `move_to`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

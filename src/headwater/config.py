@@ -39,11 +39,11 @@ class KvEventsConfig:
     """Address of the PUB socket; `*` means any free port."""
 
     replay_endpoint: str = "tcp://127.0.0.1:*"
-    """Address for requests of missed events."""
+    """Address at which subscribers request events that they missed."""
 
     advertised_endpoint: str | None = None
     advertised_replay_endpoint: str | None = None
-    """Both addresses as told to the router, if they differ from the bound ones."""
+    """The addresses that the router is told, if they differ from the bound ones."""
 
     buffer_steps: int = 10_000
     """Batches kept for replay; older ones are replaced by a snapshot."""
@@ -111,9 +111,10 @@ class PeersConfig:
     """PEM files for mutual TLS with peers, on control connections and the `tcp` link."""
 
     max_inflight: int = 64
+    """Maximum number of prompts that are computed for other instances at once."""
+
     lease_s: float = 10.0
-    """Maximum number of prompts that are computed for other instances at once; and how long a
-    lease lives without a heartbeat."""
+    """Seconds without a heartbeat after which a lease of a peer expires."""
 
     def __post_init__(self) -> None:
         _one_of("--splitwise-role", self.role, ROLES)
@@ -222,7 +223,8 @@ class EngineConfig:
     """Longest wait of a request for lower tiers."""
 
     step_timeout_s: float = 600.0
-    """Longest wait for one step of the device. After it the engine is dead, and is restarted."""
+    """Maximum duration of one step of the device. A longer step ends the engine, which is then
+    restarted."""
 
     storage_backend: str | None = None
     """Storage below the host tier: `file`, `redis`, `mooncake`, or `module:Class`."""
@@ -231,8 +233,8 @@ class EngineConfig:
     """Settings of the backend."""
 
     storage_is_optional: bool = False
-    """Whether the engine starts although storage cannot be opened: it was restarted, and worked
-    with these settings before."""
+    """Whether the engine starts even if storage cannot be opened. True after a restart, because
+    these settings have worked before."""
 
     kv_events: KvEventsConfig | None = None
     """How KV events are published; None means not at all."""

@@ -1,4 +1,4 @@
-"""Everything Headwater raises, in one tree that says whose fault it is.
+"""Every exception that Headwater raises, in one tree by whose fault it is.
 
 * HeadwaterError
   + ConfigError       the operator's mistake; raised before serving starts
@@ -8,12 +8,12 @@
     - PromptTooLong
     - QueueFull       the server's queue limit; becomes a 429
     - NotDrained      requests did not end in time for a control call; becomes a 503
-  + ModelError        a model directory that cannot be served; says why
-  + StorageError      a tier below failed; becomes a cache miss, never a 5xx
-    - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
+  + ModelError        a model directory that cannot be served
+  + StorageError      a storage backend failed; becomes a cache miss, never a 5xx
+    - StorageTimeout  a call missed its deadline; `quiet` is set when it uses no buffer any more
 - StorageCorrupt  stored bytes are not the requested block; `reason` says how
     - StorageBadAnswer    a backend answered something that its interface does not allow
-    - StorageUnavailable  it failed repeatedly, and is not called for now
+    - StorageUnavailable  a backend failed repeatedly, and is not called for a while
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss
   + PeerRefused       another instance refuses a request; a third one may accept it
   + EngineDead        the engine process has ended; what ran on it is lost

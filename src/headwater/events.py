@@ -14,8 +14,8 @@ from headwater.types import BlockKey, Tier
 class BlocksStored:
     """A run of blocks can be found in `tier` from now on. Not modified after it is built.
 
-    Not frozen, because a snapshot has one for each run of the cache and a frozen one takes three
-    times as long.
+    Not frozen, because a snapshot builds one for each run of the cache, and building a frozen
+    one takes three times as long.
     """
 
     tier: Tier
@@ -42,7 +42,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksCleared:
-    """Nothing is in any tier any more."""
+    """All tiers are empty now."""
 
 
 CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared

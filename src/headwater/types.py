@@ -61,8 +61,8 @@ class WritePolicy(Enum):
     """When a device block is also written to the host tier."""
 
     AUTO = "auto"
-    """Write a block before it is evicted from the device. While the host has free slots, write it
-    also when its request ends, and during the request in runs of 16 blocks."""
+    """Write a block before it is evicted from the device. While the host has free slots, also
+    write each run of 16 blocks that a request has computed, and the rest when it ends."""
 
     WRITE_THROUGH = "write_through"
     """Write a block as soon as it is committed."""

@@ -153,7 +153,7 @@ def _build(
     info = open_peers(config, core, scheduler, memory, info, clock)
     info = open_events(config, core, info, clock)
     needs_keys = info.kv_events is not None or kept is not None
-    if needs_keys and not cache.config.storage:  # else lookups compute the keys of prompts
+    if needs_keys and not cache.config.storage:  # with storage, lookups compute the keys
         core.hasher = KeyHasher(cache)
     if config.peers is None and isinstance(runner, TorchRunner):
         parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)

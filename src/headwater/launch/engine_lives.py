@@ -28,8 +28,8 @@ _PAUSES_S = (0.0, 1.0, 2.0, 5.0)
 """Pause before the first, second … restart in the window: a device may need time to recover."""
 
 _SILENT_S = 60.0
-"""A process that does not answer for this time is stopped or hangs. A long step is no reason: a
-separate thread answers."""
+"""A process that does not answer for this time is killed: it is stopped or hangs. A long step
+cannot be the reason, because a separate thread answers."""
 
 _MAX_RETRY_AFTER_S = 60.0
 
@@ -66,7 +66,7 @@ class EngineLives:
         self.up: EngineUp | None = None
         """The engine that accepts requests; None while there is none."""
         self.is_stopping = False
-        """Whether an engine that ends is not replaced."""
+        """True when the server ends: then an engine that ends is not replaced."""
 
     @property
     def pid(self) -> int:
@@ -109,7 +109,7 @@ class EngineLives:
             self._engine.tell_gone(worker)
 
     async def end(self) -> None:
-        """Stop the engine in order, or at once while it starts."""
+        """Stop the engine; kill it if it is still starting."""
         self.is_stopping = True
         if self._engine is not None:
             await (self._engine.stop() if self._engine.is_ready else self._engine.kill())

@@ -50,8 +50,8 @@ class HostMemory:
         return self.kept.open_slab(num_slots, self.block_bytes)
 
     def open_copier(self, slab: HostSlab, *, for_links: bool = False) -> DeviceCopier:
-        """A copier between the device and `slab`, which is the host tier, or staging buffers
-        `for_links`. For the host tier it tells the runner which layers have arrived."""
+        """A copier between the device and `slab`: the host tier, or staging buffers
+        `for_links`. The copier of the host tier tells the runner which layers have arrived."""
         # Imported here: torch is already imported when a pool exists.
         from headwater.device.open import open_copier
 

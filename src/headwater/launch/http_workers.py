@@ -31,7 +31,7 @@ _MAX_RESTARTS = 10
 """Maximum number of replacements of one worker within `WINDOW_S`."""
 
 _SILENT_S = 30.0
-"""A worker that does not answer for this time is stopped or hangs."""
+"""A worker that does not answer for this time is killed: it is stopped or hangs."""
 
 _END_S = 15.0
 
@@ -58,7 +58,7 @@ class HttpWorkers:
         self._inherited = (self._counts, *inherited)
         self._children: dict[str, ChildProcess] = {}
         self.is_stopping = False
-        """Whether a worker that ends is not replaced."""
+        """True when the server ends: then a worker that ends is not replaced."""
         self.on_open: Callable[[], None] = lambda: None
         """Called when a worker begins to serve requests."""
         self.on_fatal: Callable[[HeadwaterError], None] = lambda error: None

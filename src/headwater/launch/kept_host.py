@@ -105,8 +105,8 @@ class HostRecorder:
 def build_runs(records: list[SlotRecord], scheme: KeyScheme) -> list[AdoptedRun]:
     """The blocks that can be found from the beginning of a path, joined into runs.
 
-    A block is left out if its key does not prove it, or if a block before it is missing because
-    it was only on the device.
+    A block is left out if its key is not the hash of its parent and tokens, or if a block
+    before it is missing because that block was only on the device.
     """
     children: dict[BlockKey, dict[BlockKey, SlotRecord]] = {}
     for record in records:

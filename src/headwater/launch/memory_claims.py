@@ -7,10 +7,10 @@ is allocated and no longer free:
 
     lock the folder ── free − claims of others ──▶ size ── claim ── unlock ── allocate ── withdraw
 
-The owner of a claim keeps its file locked. The kernel releases the lock when the owner dies, and the
-next reader removes the file. A start that holds the folder too long is not waited for: a stopped
-process would stop all later ones. Engines of other users or with another temporary folder are not
-seen.
+The owner of a claim keeps its file locked. The kernel releases the lock when the owner dies,
+and the next reader removes the file. An engine waits only for a limited time for the lock of
+the folder: otherwise one stopped process would stop all later starts. Engines of other users or
+with another temporary folder are not seen.
 """
 
 import fcntl
@@ -37,7 +37,8 @@ _FLAGS = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Claim:
-    """Memory that this engine will allocate. It ends with this object or the process at the latest."""
+    """Memory that this engine will allocate. The claim ends with this object or the process at
+    the latest."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         file = os.open(path, _FLAGS | os.O_EXCL, 0o600)
@@ -69,8 +70,9 @@ class Claims:
 def open_claims(
     folder: Path | None = None, *, timeout_s: float = LOCK_TIMEOUT_S
 ) -> Iterator[Claims | None]:
-    """The claims of this machine; other engines wait until the block ends, `timeout_s` at most.
-    After that they see the claims made so far. None if the folder cannot be used."""
+    """A context with the claims of this machine, in which no other engine chooses. Waits at
+    most `timeout_s` for an engine that chooses now, then continues without the lock. Gives None
+    if the folder cannot be used."""
     try:
         folder = folder or _default_folder()
         lock = os.open(folder / _LOCK, _FLAGS, 0o600)

@@ -116,7 +116,7 @@ class _SenderClosedInThread:
         self.cancel = sender.cancel
 
     def close(self) -> None:
-        """Close without waiting. The outcomes of pushes still come."""
+        """Close without waiting. The outcomes of pushes are still reported."""
         Thread(target=self._sender.close, name="sender-close", daemon=True).start()
 
 

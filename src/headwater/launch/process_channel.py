@@ -1,7 +1,7 @@
 """The connection between the supervisor and one HTTP worker: calls and events in both directions.
 
 Frames are msgpack with their length before them. Events of one side are handled in the order in
-which they were sent. Calls run side by side, so a call that waits delays nothing.
+which they were sent. Calls run concurrently, so a call that waits delays no other.
 """
 
 import asyncio

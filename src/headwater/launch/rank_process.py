@@ -16,7 +16,7 @@ from headwater.clock import SystemClock
 from headwater.metrics.logs import LogFormat, set_up_logs
 
 SEND_TIMEOUT_S = 60.0
-"""A process of the engine that takes no message for this long hangs."""
+"""A process of the engine that takes no message for this long is assumed to hang."""
 
 SPIN_S = 0.0005
 """How long a rank polls for the next step before it sleeps: as long as planning a step

@@ -96,7 +96,7 @@ class RankLauncher:
         self.ranks = Ranks(started, clock)
         self.copies = RankCopies(self.ranks)
         self._folder = RunDir()
-        """Has the file through which the ranks join their group."""
+        """A folder with the file through which the ranks join their group."""
         self.group: RankGroup | None = None
         self._free_bytes = 0
 

@@ -150,7 +150,8 @@ class Worker:
         return receivers
 
     async def _stay_registered(self, service: Service) -> None:
-        """Keep registered at the routers. If all refuse the first time, the server ends."""
+        """Keep the server registered at the routers. If all of them refuse the first
+        registration, the server ends."""
         self._memberships = Memberships(
             service,
             url=url_of(self._listener, tls=self._config.tls is not None),

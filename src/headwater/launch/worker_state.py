@@ -2,7 +2,7 @@
 channel.
 
 `WorkerSession` runs in the supervisor. `RemoteState` is a worker's `SharedState` and `KeyLimiter`.
-A worker that dies leaves nothing behind: its session ends what it held.
+When a worker dies, its session releases everything that the worker held.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ class WorkerSession:
     async def _hold(
         self, granted: "asyncio.Future[None]", key: str, share: float, num_sequences: int
     ) -> None:
-        """Keep the place in the engine until this is cancelled."""
+        """Enter the engine, and leave it when this task is cancelled."""
         fair_share = self._state.fair_share
         assert fair_share is not None, "made before workers take requests"
         async with fair_share.enter(key, share, num_sequences):
@@ -243,7 +243,7 @@ class RemoteState:
 
     @asynccontextmanager
     async def use(self, key: ApiKey) -> AsyncIterator[None]:
-        """Count one request of `key` while the block runs. Raises RequestRefused (429)."""
+        """A context that counts one request of `key`. Raises RequestRefused (429)."""
         if key.max_concurrency is None and key.requests_per_minute is None:
             yield
             return
@@ -278,7 +278,7 @@ class RemoteState:
         self._channel().tell("paused", is_paused)
 
     def _end_unused(self, call: "asyncio.Future[Any]", name: str) -> None:
-        """Return the place of a key that was granted after its request was cancelled."""
+        """Stop counting a request that was accepted after it had been cancelled."""
         if not call.cancelled() and call.exception() is None and call.result() is None:
             self._channel().tell("end_key", name)
 
