@@ -42,7 +42,7 @@ class StorageJobs:
     """Starts lookups, reads and writes without waiting, and reports the outcome of each once.
 
     After TIMED_OUT a read or write has a second outcome, QUIET: until then its slots may still
-    be touched. Belongs to one thread.
+    be touched. Used by one thread.
     """
 
     def __init__(

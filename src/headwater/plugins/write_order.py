@@ -63,7 +63,8 @@ class WriteOrder(Generic[T]):
         return len(self._waiting)
 
     def add(self, item: T, *, count: int, rank: WriteRank) -> list[T]:
-        """`count` blocks wait. Returns what is dropped for them, perhaps `item` itself."""
+        """Add `item`, which has `count` blocks. Returns the items that are dropped to keep the
+        bound, perhaps `item` itself."""
         self._last += 1
         insort(self._waiting, _Waiting(rank, self._last, count))
         self._items[self._last] = item
@@ -107,7 +108,7 @@ class _Use:
     def __init__(self) -> None:
         self.uses = 0
         self.next_key: Hashable = None
-        """The block that followed it, if one did."""
+        """The block that followed it in a request; None if no block did."""
         self.is_shared = False
         """Whether different blocks followed it."""
 
@@ -143,9 +144,11 @@ class PrefixUses:
     def rank(
         self, path: Sequence[Hashable], slices: Sequence[tuple[int, int]]
     ) -> list[tuple[WriteLevel, int]]:
-        """Level and minus the uses of each slice of `path`, for a request that has not finished.
+        """The level, and minus the number of uses, of each slice of `path`, for a request that
+        has not finished.
 
-        A block lends its rank to those before it, without which it cannot be found.
+        A slice has the best rank of its own and later blocks, because these cannot be found
+        without it.
         """
         best, at = (WriteLevel.OTHER, -1), len(path)
         ranks = []

@@ -213,7 +213,7 @@ def _body(request: Any, context: Any, context_length: int) -> dict[str, Any]:  #
 
 
 def _require_supported(request: Any) -> None:  # noqa: ANN401 - Dynamo's
-    """Refuse what the answer would silently lack."""
+    """Raise RequestError for fields of the request that the answer would ignore."""
     asked = {**(request.get("output_options") or {}), **(request.get("stop_conditions") or {})}
     names = ("logprobs", "prompt_logprobs", "max_thinking_tokens")
     lacking = [name for name in names if asked.get(name) is not None]

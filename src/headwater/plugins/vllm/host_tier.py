@@ -3,9 +3,9 @@
 The host tier is a `TieredCache` whose blocks are vLLM's block hashes (`key_path`), with any of
 Headwater's eviction policies. It is pure bookkeeping: it starts no copy and waits for none.
 
-A request holds a lease on its leading blocks in the host tier, from its first step to its end, so
-they stay while it saves what follows. A job (load, write) keeps the slots it uses until every rank
-has reported its end.
+A request holds a lease on its leading blocks in the host tier, from its first step to its end.
+So these blocks stay while the request saves the blocks after them. A job (load, write) keeps
+the slots it uses until every rank has reported its end.
 """
 
 from dataclasses import dataclass, field
@@ -220,7 +220,7 @@ class HostTier:
         return orders
 
     def receive(self, report: RankReport) -> None:
-        """Apply the ends that the ranks reported."""
+        """Apply a report of the ranks about orders that ended."""
         for number, ends in report.ended.items():
             known = self._reports.setdefault(number, [])
             known += ends

@@ -34,8 +34,8 @@ from headwater.plugins.vllm.paths import group_of, group_paths, positions
 from headwater.types import EMPTY, BlockKey, RequestId
 
 _PRESENT = np.zeros(1, dtype=np.int64)
-"""Stands for the device slots of a node whose chunk is in the tier: one slot, whose number only
-vLLM knows."""
+"""Placeholder for the device slots of a node whose chunk is in the tier: one slot, whose number
+only vLLM knows."""
 
 _DEFAULT_CHUNK_TOKENS = 16
 _KEY_BYTES = 32
@@ -141,7 +141,7 @@ class SessionCachePolicy(CachePolicy):
         if len(chosen) < n:
             for node in chosen:
                 self._enter_tier(node)
-        del candidates  # ending it puts back entries that were offered but not taken
+        del candidates  # closing the iterator puts back nodes that it took but did not return
         if len(chosen) < n:
             return None
         self._evictable.discard_all(chosen)
@@ -203,8 +203,8 @@ class SessionCachePolicy(CachePolicy):
     def _mark(
         self, present: list[tuple[int, Node]], runs: Sequence[MarkedRun], scale: float
     ) -> None:
-        """Give each node, at its place in its path, the mark of its run. A run's end counts
-        blocks of the longest path, which are `scale` times as many."""
+        """Give each node the mark of its run. The ends of `runs` are positions in the longest
+        path of the request, which has `scale` times as many blocks as the path of the nodes."""
         ends = [run.end for run in runs]
         for place, node in present:
             at = bisect_right(ends, int(place * scale))
@@ -212,7 +212,7 @@ class SessionCachePolicy(CachePolicy):
                 node.mark = runs[at].mark
 
     def _order_again(self, nodes: list[Node], now: float) -> None:
-        """Put those of `nodes` that may be evicted where their marks belong."""
+        """Move those of `nodes` that may be evicted to the places of their new marks."""
         order, unordered = self._evictable, self._unordered
         for node in nodes:
             if node in unordered:

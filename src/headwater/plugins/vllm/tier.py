@@ -138,7 +138,7 @@ class HeadwaterTier(SecondaryTierManager):
             transfer.num_waiting = len(slices)
             for (start, end), rank in zip(slices, self._ranks(transfer, slices), strict=True):
                 self._wait(transfer, start, end, rank)
-                self._start_writes()  # what is written already does not wait
+                self._start_writes()  # so that a slice that can start does not count as waiting
         self._settle(transfer)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
