@@ -59,8 +59,8 @@ class HostPolicy:
     resolves to this server's address."""
 
     def __init__(self, bound: str, allowed: Iterable[str], *, any_name: bool) -> None:
-        """`any_name` accepts every name; used when the server asks for keys and is reachable
-        from other hosts, where a proxy or a service name is the usual way in."""
+        """`any_name` accepts every name; used when the server requires keys and is reachable
+        from other hosts, whose clients often use the name of a proxy or of a service."""
         self._allowed = {name.lower() for name in allowed} | {bound.lower()} | _LOOPBACK_NAMES
         self._any_name = any_name or "*" in self._allowed
         self._is_wildcard = bound in ("0.0.0.0", "::")

@@ -67,7 +67,7 @@ class BalancedListener:
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
         """Accepted connections whose TLS is being negotiated."""
         self._num_others: int | None = None
-        """Connections of the other workers when a connection was left to them."""
+        """Number of connections that the other workers had when one was left to them."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_closed = False
         listener.setblocking(False)

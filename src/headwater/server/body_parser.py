@@ -75,7 +75,7 @@ class BodyParser:
     """Parses bodies for one event loop; `close` ends its worker processes."""
 
     def __init__(self, max_ids: int = _MAX_IDS) -> None:
-        """`max_ids` is the most token ids that one list may have."""
+        """`max_ids` is the maximum number of token ids in one list."""
         self._max_ids = max_ids
         self._workers = WorkerPool("headwater.server.body_worker")
 

@@ -40,7 +40,7 @@ class ClusterAuth:
         self._token = None if token is None else token.encode()
         self._unix_s = unix_s
         self._nonces: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """When each nonce came, and its time stamp: a signature is accepted once."""
+        """Time of arrival and time stamp of each nonce: a signature is accepted once."""
         self._forgotten_stamp = -1
         """Latest stamp of a nonce that was dropped early. Older signatures are not accepted,
         because they may have been used."""
@@ -65,13 +65,14 @@ class ClusterAuth:
         return {**headers, SIGNATURE_HEADER: f"v1 {stamp} {nonce} {mac}"}
 
     def verify(self, scope: Scope) -> bool:
-        """Whether the request was signed with the token, or carries it safely."""
+        """Whether the request was signed with the token, or has the token in a header and came
+        over loopback or TLS."""
         if self._token is None:
             return False
         fields = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
         own = [name for name, _ in fields if name in _ONCE]
         if len(own) > len(set(own)):
-            return False  # if there were two, one could be checked and the other one used
+            return False  # of two equal names, one could be checked and the other one used
         headers = {name: value.decode("latin-1") for name, value in fields}
         given = headers.get(TOKEN_HEADER)
         if given is not None and _is_confidential(scope):

@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol, CountedConnection):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no complete request is being answered."""
+        """Whether the server waits for a request, or for the rest of its headers."""
         return self._phase in (_Phase.IDLE, _Phase.HEADERS)
 
     def is_overdue(self, now: float) -> bool:

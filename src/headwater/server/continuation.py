@@ -45,7 +45,8 @@ class ContinuationMark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     """The choice is complete."""
 
     is_part: bool = False
-    """The event is sent together with the next one that has another mark."""
+    """The event has no tokens. The router sends it together with the next event that is not a
+    part."""
 
     has_failed: bool = False
     """The event is a failure of this instance; another instance may succeed."""

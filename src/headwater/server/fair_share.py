@@ -26,8 +26,8 @@ class FairShare:
 
     @asynccontextmanager
     async def enter(self, key: str, share: float, num_sequences: int) -> AsyncIterator[None]:
-        """Wait until `num_sequences` sequences of `key` may enter the engine; they are counted
-        until the block is left."""
+        """A context that is entered when `num_sequences` sequences of `key` may be in the
+        engine. They are counted until its end."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._shares[key] = share
         self._waiting.setdefault(key, deque()).append((num_sequences, granted))
@@ -67,7 +67,8 @@ class FairShare:
             self._waiting.pop(key, None)
 
     def _forget_idle(self, key: str) -> None:
-        """Forget keys without requests: keys come and go with their file."""
+        """Forget a key without requests: changes of the key file may bring any number of
+        keys."""
         if not self._running[key] and key not in self._waiting:
             del self._running[key]
             self._shares.pop(key, None)

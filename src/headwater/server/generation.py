@@ -79,7 +79,7 @@ class GenerationJob:
     """How reasoning and tool calls are read from the text."""
 
     priority: int = 0
-    created: int = 0  # Unix time that the response states, on whichever instance it continues
+    created: int = 0  # Unix time in the response; the same when another instance continues it
     cache_salt: str = ""
     session_id: str = ""
     cache_hint: Hint | None = None

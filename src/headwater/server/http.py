@@ -83,5 +83,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The owner handles signals: uvicorn would exit with the signal instead of 0."""
+        """Leave signals to the owner: uvicorn would end by the signal instead of with code
+        0."""
         yield

@@ -11,8 +11,8 @@ from headwater.server.errors import RequestRefused
 from headwater.server.keys import ApiKey
 
 _MAX_IDLE_KEYS = 4096
-"""Names that may be remembered in addition to those in use: keys come and go with their
-file."""
+"""Maximum number of remembered keys without requests: changes of the key file may bring any
+number of keys."""
 
 _REFILL_S = 60.0
 """After this time without requests a key may send its whole burst again."""
@@ -36,7 +36,7 @@ class KeyLimiter(Protocol):
     """Applies the limits of keys: `KeyLimits`, or a worker's connection to the supervisor."""
 
     def use(self, key: ApiKey) -> AbstractAsyncContextManager[None]:
-        """Count one request of `key` while the block runs. Raises RequestRefused (429)."""
+        """A context that counts one request of `key`. Raises RequestRefused (429)."""
 
 
 class _Usage:
@@ -99,7 +99,7 @@ class KeyLimits:
 
     @asynccontextmanager
     async def use(self, key: ApiKey) -> AsyncIterator[None]:
-        """Count one request of `key` while the block runs. Raises RequestRefused (429)."""
+        """A context that counts one request of `key`. Raises RequestRefused (429)."""
         refusal = self.start(key)
         if refusal is not None:
             raise refusal.error()

@@ -3,8 +3,8 @@
     {"keys": [{"key": "…", "name": "search", "scopes": ["client"], "requests_per_minute": 600,
                "max_concurrency": 32, "share": 2, "cache_salt": "…"}]}
 
-`key_sha256` (hex) may stand in place of `key`. The file is read again when it changes and on
-SIGHUP. A file that cannot be read then keeps the keys from before.
+`key_sha256` (hex) can be given instead of `key`. The file is read again when it changes and on
+SIGHUP. If it cannot be read then, the previous keys stay valid.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ ANYONE = Caller(scopes=_ALL_SCOPES)
 """The caller on a server without keys."""
 
 PEER = Caller(scopes=_ALL_SCOPES)
-"""A request of the router itself, not on behalf of a client."""
+"""The caller when the router sends a request of its own, not one of a client."""
 
 
 class KeyRing:

@@ -82,7 +82,7 @@ def with_prompt(
     answer: CompletionLogprobs,
     tokenizer: Tokenizer,
 ) -> CompletionLogprobs:
-    """`answer` after the prompt, for `echo`."""
+    """`answer` with the log-probabilities of the prompt before it, for `echo`."""
     first, *_ = tokens
     rest = completion_logprobs(
         tokens[1:], entries, tokenizer, offset=num_characters(tokenizer.token_bytes(first))

@@ -228,11 +228,11 @@ def _stop_token_ids(
 _SESSION_ID = re.compile(SESSION_ID)
 
 _START_CHARS = 8192
-"""Characters of a message that tell a conversation from others. This runs on the event loop, and
-a message may have megabytes."""
+"""Number of characters of a message that are read to distinguish conversations. The rest is not
+read, because this runs on the event loop and a message may have megabytes."""
 
 _MAX_START = 16
-"""Messages, and parts of a message, that are looked at."""
+"""Number of messages, and of parts of a message, that are read for this."""
 
 
 def session_name(body: Sampling) -> str:
@@ -240,7 +240,8 @@ def session_name(body: Sampling) -> str:
     or `user`.
 
     One user has many conversations, so `user` is combined with the beginning of the chat. Empty
-    if the request has none of these fields; then it is recognised by its prefix alone.
+    if the request has none of these fields, or `user` without a chat; then the cache recognises
+    the session by its prefix alone.
     """
     for name in (body.session_id, body.conversation, body.prompt_cache_key):
         if name:

@@ -44,7 +44,7 @@ _MAX_BACKOFF_S = 60.0
 _TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
 _SILENT_S = 60.0
-"""No step takes this long: an engine that does not answer for this time hangs."""
+"""An engine that does not answer for this time is assumed to hang; steps are much shorter."""
 
 _MAX_ANSWER_BYTES = 64 * 1024
 _REFUSALS = frozenset({400, 401, 403, 409, 413, 415, 421})
@@ -141,8 +141,8 @@ class Registrar:
                 await session.delete(self._router + path, headers=headers)
 
     async def _is_alive(self) -> bool:
-        """Whether the engine has answered recently. A long step does not matter. An engine that
-        hangs sends no heartbeats, so its requests move to other instances."""
+        """Whether the engine has answered within the last `silent_s` seconds. For an engine
+        that hangs no heartbeats are sent, so its requests move to other instances."""
         now = self._service.clock.now()
         if self._service.engine.dead is not None:
             return False  # the next engine has another epoch, and registers

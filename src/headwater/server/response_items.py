@@ -51,7 +51,7 @@ class ItemWriter:
         self._pieces: list[str] = []
 
     def event(self, kind: str, **fields: Any) -> ResponseEvent:  # noqa: ANN401 -- typed by the event
-        """The next event."""
+        """An event with the next number."""
         number, self._number = self._number, self._number + 1
         return ResponseEvent(type=kind, sequence_number=number, **fields)
 

@@ -72,14 +72,14 @@ class TextFormat(Struct, kw_only=True):
 
 
 class TextFields(Struct, kw_only=True):
-    """`text`."""
+    """`text`: the form of the answer."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningFields(Struct, kw_only=True):
-    """`reasoning`."""
+    """`reasoning`: how much the model reasons."""
 
     effort: Name | None = None
     summary: str | None = None

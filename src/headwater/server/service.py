@@ -79,8 +79,8 @@ class LiveRequests:
     def enter(
         self, name: str, num_sequences: int, owner: str = ""
     ) -> Iterator[list[RequestId]]:
-        """Sequence ids for the request `name` of the key `owner`, counted as live until the
-        block is left.
+        """A context with sequence ids for the request `name` of the key `owner`. They are
+        counted as live until its end.
 
         Raises QueueFull when too many sequences are live now, RequestError when this request
         alone is over the limit. Nothing changes then.

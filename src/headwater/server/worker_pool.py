@@ -43,8 +43,8 @@ class WorkerPool:
     async def ask(self, task: str, body: bytes, limit: int) -> bytes:
         """The result of one task. Raises RequestRefused (413) when the worker fails.
 
-        A request that is cancelled leaves its worker to finish: a client that sends bodies and
-        disconnects does not make the server start one process after another.
+        The worker of a cancelled request finishes its task. Otherwise a client that sends
+        bodies and disconnects would make the server start one process after another.
         """
         await self._slots.acquire()
         worker = self._idle.pop() if self._idle else _Worker(self._module)
@@ -83,13 +83,13 @@ class WorkerPool:
 
 
 def _end_in_thread(worker: "_Worker") -> None:
-    """A thread waits for its end, because the memory of a large process takes long to free."""
+    """End `worker` in a thread, because the memory of a large process takes long to free."""
     threading.Thread(target=worker.end, name="worker-end", daemon=True).start()
 
 
 class _Worker:
-    """One worker process, started by the first `ask`. The calls wait without the interpreter lock;
-    the start of a process waits for its exec."""
+    """One worker process, started by the first `ask`. `ask` and `end` block their thread, but
+    release the interpreter lock while they wait."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -144,8 +144,8 @@ class _Worker:
 def serve_requests(work: Task) -> None:
     """The main of a worker: run `work` for each request until its input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    # A body is a tree, freed by reference counts. The collector would walk it again and again
-    # while it grows, which takes longer than parsing.
+    # A body is a tree, freed by reference counts. The cycle collector would traverse it again
+    # and again while it grows, which takes longer than parsing.
     gc.disable()
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while size := int.from_bytes(source.read(8), "big"):
@@ -163,6 +163,7 @@ def serve_requests(work: Task) -> None:
 
 
 def _give_back() -> None:
-    """Return free memory to the system: a worker would keep as much as its largest body took."""
+    """Return free memory to the system. Otherwise a worker would keep as much as its largest
+    body took."""
     with contextlib.suppress(AttributeError, OSError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)

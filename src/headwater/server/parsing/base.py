@@ -194,7 +194,7 @@ class ToolFormat(Protocol):
 
 
 class CallsOnlyFormat:
-    """What tool formats share that apply to calls only: answers without calls are plain text."""
+    """Base class of tool formats in which an answer without calls is plain text."""
 
     writes_reasoning = False
 

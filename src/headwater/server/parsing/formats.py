@@ -81,9 +81,10 @@ class Llama3Format(CallsOnlyFormat):
 
 
 class MistralFormat(CallsOnlyFormat):
-    """`[TOOL_CALLS]` and a list of calls, or before each call its name and `[ARGS]`.
+    """`[TOOL_CALLS]` and a JSON list of calls; or for each call `[TOOL_CALLS]`, its name,
+    `[ARGS]` and its arguments.
 
-    An id that stands after the arguments is not used: the call has begun by then.
+    An id after the arguments is not used: the call has begun by then.
     """
 
     markers: Sequence[str] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -200,7 +201,7 @@ def _read_object(text: str) -> ToolCall | None:
 
 
 def _read_mistral(text: str) -> ToolCall | None:
-    """An object of a list, or a name and the arguments."""
+    """Read an object of a list, or a name and the arguments."""
     match = _MISTRAL_HEAD.match(text)
     if match is None:
         return _read_object(text.lstrip().removeprefix("["))

@@ -147,7 +147,7 @@ class HarmonyParser:
             out.add_content(text)
 
     def _give_up_header(self, out: ParsedOutput) -> None:
-        """A header without a message is text of a model that writes no channels."""
+        """Emit a header without a message as content: the model wrote text without channels."""
         text = "".join(self._header or ())
         self._header = None
         if text.strip() and text.strip() != "assistant":

@@ -110,7 +110,8 @@ class ModelOutput:
         return with_prefix(grammar, prefix, "\n".join(others)) if prefix else grammar
 
     def _format(self, *, is_forced: bool) -> ToolFormat | None:
-        """A model without a format of its own uses one that is easy to parse."""
+        """The tool format. A model that has none but must call uses one that is easy to
+        parse."""
         return HermesFormat() if self.tools is None and is_forced else self.tools
 
     def _reasoning(self, prompt_end: str) -> tuple[str, list[str]]:

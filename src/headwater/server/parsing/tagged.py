@@ -212,7 +212,7 @@ class _TaggedValue:
         return '"' if self._is_text else ""
 
     def add(self, piece: str) -> str:
-        """The JSON text that `piece` gives."""
+        """The JSON text of `piece`, the next part of the value."""
         if self._trims:
             piece = self._trimmed(piece)
         if self._is_text:

@@ -41,8 +41,8 @@ class PlainParser:
 class ThinkingParser:
     """Splits off the reasoning; the inner parser reads the rest.
 
-    Tags count at the beginning only: later ones are text that the model writes about. White
-    space at both ends of the reasoning, and before the answer, is dropped.
+    Only tags at the beginning count: later tags are part of the answer. White space at both
+    ends of the reasoning, and before the answer, is dropped.
     """
 
     def __init__(self, tags: ReasoningTags, inner: OutputParser, *, is_open: bool) -> None:

@@ -45,7 +45,7 @@ class Router:
 
 
 async def forward(request: Request) -> ASGIResponse:
-    """Forward to an instance."""
+    """Forward a request to an instance."""
     return await _router(request).forwarder.forward(request)
 
 

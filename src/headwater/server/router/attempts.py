@@ -33,7 +33,7 @@ class Attempts:
     """The attempts of one request.
 
     A restart from the first token takes a retry from the budget. Resuming a stream on another
-    instance adds no load and does not. Both are bounded by the number of attempts.
+    instance takes none, because it adds no load. The number of attempts bounds both.
     """
 
     def __init__(self, max_attempts: int, budget: RetryBudget) -> None:

@@ -24,7 +24,7 @@ MAX_GROUPS = 4
 
 _MAX_LOST = 64
 _SHOW_LOST_S = 600.0
-"""How long a lost instance is shown, unless one of its name registers."""
+"""How long a lost instance is shown, unless an instance registers under its name."""
 
 SERVING = frozenset({"mixed", "decode"})
 """Roles that take requests over HTTP."""
@@ -201,5 +201,5 @@ class Registry:
 
 
 def _is_heartbeat(registration: Registration, known: Instance) -> bool:
-    """Whether it comes from the registered run of the instance."""
+    """Whether `registration` comes from the same start of the instance as `known`."""
     return known.registration.epoch == registration.epoch and known.group == registration.group

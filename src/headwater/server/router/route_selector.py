@@ -23,7 +23,7 @@ class RouteChoice:
     """The instance that prefills; None when `server` does."""
 
     cached_tokens: int = 0
-    """Prompt tokens cached on the instance that prefills, by its KV events."""
+    """Prompt tokens cached on the instance that prefills, according to its KV events."""
 
     uncached_tokens: int = 0
     moved_tokens: int = 0

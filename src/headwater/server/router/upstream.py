@@ -189,7 +189,7 @@ class _LoadCount:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the request while the block runs."""
+        """A context in which the request is counted."""
         route = self._route
         entries = [entry for entry in (route.server, route.prefill) if entry is not None]
         for entry in entries:
@@ -210,7 +210,7 @@ class _LoadCount:
 
 @asynccontextmanager
 async def _ends_with_instance(instance: Instance) -> AsyncIterator[None]:
-    """Raises TimeoutError in the block when the instance is lost."""
+    """A context in which TimeoutError is raised when the instance is lost."""
     async with asyncio.timeout(None) as scope:
         instance.timeouts.add(scope)
         try:
