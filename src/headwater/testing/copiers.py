@@ -1,6 +1,6 @@
-"""Executors for the mover that work when the test says so, and can make every mistake.
+"""Executors for the mover that work when the test calls them, and can make every mistake.
 
-They copy the very bytes that an `EchoRunner` reads, so a block that is copied too early, too
+They copy the bytes that an `EchoRunner` reads, so a block that is copied too early, too
 late or to the wrong place changes the tokens that come out. They need neither torch nor
 threads; the test decides what ends when.
 """
@@ -39,7 +39,7 @@ class EchoCopier:
         """Decides for a job that is being started whether it will fail."""
         self.will_fail: set[JobId] = set()
         self.block_s = 0.0
-        """The time that it reports for a block."""
+        """Seconds of work that it reports for each block."""
         self.closed = False
 
     def start(self, transfer: TransferJob, report: Report) -> None:
@@ -53,7 +53,7 @@ class EchoCopier:
 
     def finish(self, job: JobId, num_blocks: int | None = None) -> None:
         """Copy the leading `num_blocks` (by default all), leave garbage in the other targets,
-        and report what that is: done, partial or failed."""
+        and report the outcome: done, partial or failed."""
         transfer, report = self.pending.pop(job)
         total = transfer.num_blocks
         count = total if num_blocks is None else min(num_blocks, total)
@@ -73,7 +73,7 @@ class EchoCopier:
         report(JobCompletion(job, ending, count, busy_s=count * self.block_s, reason=reason))
 
     def arrive(self, job: JobId) -> None:
-        """Copy all layers of `job` now, because a runner waits for them; the loop is told
+        """Copy all layers of `job` now, because a runner waits for them; the job is reported
         later. Layers of a job that will fail are not copied, and the runner continues without
         them."""
         if job in self.pending and job not in self.will_fail:
@@ -87,7 +87,7 @@ class EchoCopier:
         self._sides(transfer)[1][transfer.target_slots] = _GARBAGE
 
     def close(self) -> None:
-        """Finish nothing more."""
+        """Note that the engine closed the copier."""
         self.closed = True
 
     def _sides(self, transfer: TransferJob) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -96,7 +96,7 @@ class EchoCopier:
 
 
 class HeldWorkers(StorageWorkers):
-    """Storage workers without threads: a task runs when the test says so, or at once."""
+    """Storage workers without threads: a task runs at once, or with `held` in `work_off`."""
 
     def __init__(
         self, backend: StorageBackend, slab: HostSlab, clock: Clock, *, held: bool = False

@@ -24,7 +24,7 @@ class DeviceGate:
         self.opened = Event()
         self.opened.set()
         self.begun = Event()
-        """Set when a copy has begun. The copy goes on when `opened` is set."""
+        """Set when a copy has begun. The copy continues when `opened` is set."""
 
         self.fails = False
         """Whether copies fail."""

@@ -69,13 +69,14 @@ class Packet:
 
 @dataclass(eq=False)
 class FabricPush:
-    """A push in transit. A push whose sender was told of its end may still arrive late."""
+    """A push in transit. Its bytes may still arrive after its sender was told the outcome."""
 
     source: str
     target: str
     push: Push
     bytes_of: list[Rows] | None = None
-    """The bytes it carries after the sender's slots were reused."""
+    """A copy of its bytes, made when the sender was told the outcome or died: its slots may be
+    reused then."""
 
     num_sent: int = 0
     num_bytes: int = 0

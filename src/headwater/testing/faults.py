@@ -212,8 +212,8 @@ def damage(medium: Medium, keys: Sequence[BlockKey], fault: Fault) -> None:
         medium.replace(keys[1], first)
     elif fault is Fault.OTHER_MODEL:
         header, payload = decode_header(first), memoryview(first)[HEADER_BYTES:]
-        # A hash never leads back: the header has a checksum of the payload as it is now, so a
-        # block that was damaged before would become valid if its old fingerprint returned.
+        # The new fingerprint is a hash of the old one, so that damaging a block twice cannot
+        # restore its first fingerprint: the new header would make the block valid again.
         fingerprint = hashlib.sha256(header.fingerprint).digest()
         other = BlockFormat(fingerprint=fingerprint, block_bytes=len(payload))
         medium.replace(

@@ -169,7 +169,7 @@ class LocalNetwork:
 
     @contextmanager
     def pump(self) -> Iterator[None]:
-        """Move everything as it comes, in a separate thread."""
+        """A context in which a separate thread moves every block at once."""
         stop = Event()
 
         def work() -> None:

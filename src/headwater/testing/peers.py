@@ -87,7 +87,7 @@ class HeldReceiver:
 
 @dataclass(frozen=True, slots=True)
 class EchoMemory:
-    """The blocks of an echo engine; no other data is derived from them."""
+    """The blocks of an echo engine. `mark_written` has nothing to update."""
 
     block_bytes: int
 

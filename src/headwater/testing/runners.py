@@ -69,8 +69,8 @@ class EchoRunner:
         self._previous: dict[int, int] = {}
         """The token that each row of the previous batch sampled."""
         self._before: dict[int, int] = {}
-        """`_previous` before the batch that is being computed, whose rows take carried tokens
-        from it."""
+        """The same of the batch before, from which the batch being computed takes carried
+        tokens."""
         self.num_steps = 0
         self.num_tokens = 0
         """Tokens computed so far; cached tokens are not included."""
@@ -159,7 +159,7 @@ class EchoRunner:
         return tokens
 
     def _is_void(self, batch: ScheduledBatch, row: int, params: SamplingParams) -> bool:
-        """Whether the row gets no token: its mask is late, or the one before was."""
+        """Whether the row gets no token: its mask is late, or its carried token is missing."""
         source = int(batch.carry[row])
         if source >= 0 and self._before.get(source) == NO_TOKEN:
             return True

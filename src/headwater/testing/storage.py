@@ -15,8 +15,8 @@ from headwater.storage.codec import BlockFormat
 from headwater.types import BlockKey
 
 MakeStorage = Callable[[BlockFormat], StorageBackend]
-"""Opens a backend for blocks of one format. If the medium persists, it is called twice on it;
-the second call may be for another model."""
+"""Opens a backend for blocks of one format. It is called a second time on a medium that
+persists; that call may be for another model."""
 
 _TIMEOUT_S = 30.0
 
