@@ -25,10 +25,11 @@ _MIN_BUFFER_TOKENS = 256
 """Minimum number of tokens in a buffer."""
 
 _ALONE = 2.5
-"""Cost of one token outside a buffer, whose block must be copied first."""
+"""Cost of attending to one token outside a buffer, whose block must be copied first. The unit
+of costs is one token in a buffer."""
 
 _ALONE_ROW = 256
-"""Cost of attending a sequence alone, in tokens."""
+"""Additional cost of a sequence that is attended alone."""
 
 Rows = NDArray[np.int64]
 
@@ -102,8 +103,8 @@ class ContiguousKV:
         return buffers, int(buffers.max()) + 1
 
     def advance(self, buffers: Rows, tables: NDArray[np.int64], contexts: Ints) -> None:
-        """This step's token is in each buffer, or about to be, and is marked as written in the
-        pool."""
+        """Record that each buffer has this step's token, or will have it. The caller has marked
+        the token's slot in the pool as written."""
         last = (contexts - 1) // self._pool.block_tokens
         slots = tables[np.arange(len(buffers)), last]
         self._held[buffers] = contexts

@@ -5,7 +5,8 @@ and the step or chunk in which it was computed makes no difference. The scale is
 stored as its exponent in one byte. Scaling is then exact: values that are read back are exact
 in bfloat16 and float32, and storing them again gives the same bytes.
 
-    exponent byte b    scale 2 ** (b - 127); the largest number of the head is in (224, 448] scales
+    exponent byte b    scale 2 ** (b - 127); the largest number of the head is above 224 and at
+                       most 448 times the scale
 """
 
 import torch

@@ -275,7 +275,11 @@ def _sizes(config: PretrainedConfig) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {}
     positions = max_positions(config.to_dict(), rope)
     if positions < config.max_position_embeddings:
-        _log.warning("sequences are limited to %d tokens: longer ones change rotary", positions)
+        _log.warning(
+            "sequences are limited to %d tokens: a longer one would change the rotary "
+            "embedding of all others",
+            positions,
+        )
     return {
         "dtype": cast(torch.dtype, config.dtype),
         "num_layers": config.num_hidden_layers,

@@ -53,8 +53,8 @@ def pack(model: nn.Module, *, min_packed_weights: int = MIN_PACKED_WEIGHTS) -> b
 def min_rows(model: nn.Module) -> int:
     """Number of tokens to which a smaller step is padded, because it is faster that way.
 
-    With experts it is 1: a padding token would cost more than arithmetic, because it would use
-    experts.
+    With experts it is 1: a padding token would be routed to experts, whose weights would have
+    to be read.
     """
     modules = list(model.modules())
     has_experts = any("Experts" in type(module).__name__ for module in modules)

@@ -27,6 +27,6 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
 
 def shared_zeros(shape: tuple[int, ...], *, dtype: torch.dtype) -> tuple[Tensor, SharedPages]:
     """A tensor of zeros in main memory that other processes may read. It has huge pages only if
-    the system allows them for shared memory, which most do not."""
+    the system allows them for shared memory; most systems do not."""
     pages = SharedPages(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(pages.memory, dtype=dtype).view(shape), pages

@@ -24,7 +24,8 @@ from headwater.types import Tokens
 
 
 class TorchRunner:
-    """The engine's `Runner` over torch. One thread; `submit` and `collect` alternate freely.
+    """The engine's `Runner` over torch. Used by one thread, which may call `submit` and
+    `collect` in any order.
 
     On a CPU `submit` computes the step. With `depth` 2 a second step may be submitted before
     the first is collected; it takes its carried tokens from the first.
@@ -78,7 +79,7 @@ class TorchRunner:
             tokens = tokens.copy()
             rows = np.fromiter(carried, dtype=np.int64)
             known = np.fromiter(carried.values(), dtype=np.int32)
-            # the result of a void row is not used
+            # A carried token can be missing (-1); the result of its row is not used.
             tokens[batch.query_start[rows]] = known.clip(min=0)
         pending = begin_masks(self._masks, batch, carried)
         with torch.inference_mode():

@@ -26,8 +26,8 @@ class VisibleBlocks(NamedTuple):
 
     first_block: int
     mask: Tensor | None
-    """Added to scores, `[queries, keys]`; None if nothing is hidden, or `causal` already does
-    it."""
+    """Added to scores, `[queries, keys]`; None if no key is hidden, or if `causal` already
+    hides the later ones."""
 
     causal: bool
 
@@ -51,7 +51,7 @@ class ChunkRow:
     ) -> Tensor:
         """`[tokens, heads, head_dim]`. This step's K and V, `own`, are already in the pool.
 
-        A row without a prefix does not read the pool: it uses the K and V it has just computed.
+        A row without a prefix does not read the pool: it uses `own` directly.
         """
         if (
             variant.has_plain_scores

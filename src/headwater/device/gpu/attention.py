@@ -41,7 +41,7 @@ class PagedAttention:
     pool: Tensor
     heads: int
     value_dim: int
-    """Head size of queries, keys and values."""
+    """Elements of a head's value, and so of its result."""
 
     num_decodes: int = 0
     """Number of leading rows with one token each; `decodes` is for these."""

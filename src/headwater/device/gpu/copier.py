@@ -1,8 +1,8 @@
 """Copies blocks between the KV pool on a GPU and the host slab while the model computes.
 
-The copy engines do it: batched memory copies of whole blocks, on one stream per direction. They
-use no multiprocessor of the model. Two threads per direction queue a job and wait for its event
-in C, so that the copy engine has the next job when it finishes one.
+The copy engines of the GPU execute batched copies of whole blocks, on one stream per direction,
+and use no multiprocessor. Two threads per direction queue a job and wait for its event in C, so
+that the copy engine has the next job when it finishes one.
 
     compute   ── write block ──●(recorded by start)              ╭─ wait ── attend in layer 8
                                 ╲                                ╱
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 _GROUPS = 4
 _MIN_PIECE_BYTES = 512 << 10
-"""Smallest piece for which a load is divided into groups of layers. With smaller pieces, the
-copy loses more time than a whole block takes."""
+"""Smallest piece for which a load is divided into groups of layers. Smaller pieces would slow
+the copy down by more than the time of a whole block."""
 
 _THREADS = 2
 """Threads per direction: one waits for its copy while the other queues the next."""

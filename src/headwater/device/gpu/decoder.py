@@ -1,4 +1,4 @@
-"""A decoder for the GPU with fused weights, few launches and no waiting.
+"""A decoder for the GPU with fused weights and few launches, which never waits for the device.
 
 Q, K and V are one GEMM; gate and up are another with a fused activation; residuals are added
 inside GEMMs. With one row, norms are computed inside GEMMs too. It reads the same memory as the
@@ -92,7 +92,7 @@ class FusedDecoder:
         self._ranks = RankSum(group.sum, group.is_first)
 
     def warm(self, pool: Tensor) -> None:
-        """Compile what prompts need and graphs do not."""
+        """Compile the kernels that prompts need and that graphs do not use."""
         size = self.embedding.shape[1]
         for layer in {type(layer.mlp): layer for layer in self.layers}.values():
             for num_rows in (MIN_EAGER_ROWS, 128):

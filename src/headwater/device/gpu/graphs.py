@@ -109,8 +109,9 @@ class DecodeGraphs:
         return next(size for size in self.sizes if size >= num_rows)
 
     def takes(self, layout: Layout) -> bool:
-        """Whether the step only decodes, or has chunks so short that their tokens are decode
-        rows: launching the kernels of a chunk one by one takes longer than the device needs."""
+        """Whether the step only decodes, or has chunks so short that their tokens are computed
+        as decode rows: launching the kernels of a chunk one by one would take the host longer
+        than the device needs for them."""
         batch = layout.batch
         if batch.awaits or batch.scored:
             return False

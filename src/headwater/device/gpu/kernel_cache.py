@@ -47,8 +47,8 @@ def use_kernel_cache(device: torch.device) -> Path:
 
 
 def kernel_key(device: torch.device) -> str:
-    """The name of the device, and 16 letters that depend on everything compiled kernels depend
-    on."""
+    """The name of the device, and 16 digits of a hash of everything that compiled kernels
+    depend on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
     about = [name, str(capability), _driver(), torch.__version__, _version("triton")]

@@ -42,8 +42,9 @@ def attend_prompt(
 ) -> Tensor:
     """Causal attention of a prompt without cached tokens, `[tokens, heads * value_dim]`. `packed`
     are the outputs of the layer's first projection."""
-    # Not a part of the step's positions: after other rows it may begin at any address, and Triton
-    # would compile the kernels again for one that is not a multiple of 16 bytes.
+    # Not a slice of the step's positions: after other rows the slice could begin at any
+    # address, and Triton would compile the kernels again for an address that is no multiple of
+    # 16 bytes.
     positions = torch.arange(len(packed), dtype=torch.int32, device=packed.device)
     heads, key_dim, rank = weights.keys.shape
     value_dim = weights.values.shape[2]

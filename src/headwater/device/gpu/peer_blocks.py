@@ -37,7 +37,7 @@ class CudaBlocks(DeviceBlocks):
         )
 
     def view(self, slot: int) -> memoryview:
-        """No bytes: they are not in main memory."""
+        """An empty view: the bytes are not in main memory."""
         return _NO_BYTES
 
     def map_peer(self, file: int, num_bytes: int) -> "CudaPeerBlocks":
@@ -120,7 +120,7 @@ class HostPeerBlocks(_PeerCopies):
     def __init__(self, pool: KVPool, memory: memoryview) -> None:
         runtime = Runtime(pool.device.index or 0)
         runtime.enter_thread()
-        # It keeps the memory mapped.
+        # This reference keeps the memory mapped.
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         address = int(self._bytes.ctypes.data)
         runtime.pin(address, len(memory), read_only=True)
@@ -135,7 +135,8 @@ class CudaCopy:
 
     def __init__(self, stream: torch.cuda.Stream, *, spins: bool) -> None:
         """With `spins`, the wait keeps a core busy: copies within a device take less than a
-        millisecond, and a thread that sleeps until a device wakes it is 0.2 ms late."""
+        millisecond, and a thread that sleeps until the device wakes it continues 0.2 ms
+        late."""
         self._ended = torch.cuda.Event(blocking=not spins)
         self._ended.record(stream)
 

@@ -53,8 +53,8 @@ _MASK_GRACE_S = 0.005
 
 
 class CudaRunner:
-    """The engine's `Runner` on a GPU. Used by one thread; `submit` and `collect` may come in
-    any order."""
+    """The engine's `Runner` on a GPU. Used by one thread, which may call `submit` and `collect`
+    in any order."""
 
     depth = 2
     layerwise = True
@@ -325,8 +325,8 @@ class CudaRunner:
         places: IntArray,
         masks: StepMasks | None,
     ) -> PendingLogprobs | LogprobTable:
-        """Write the tokens of the sampled rows to `places`, from `logits` there. Greedy tokens
-        are already written."""
+        """Choose the tokens of the sampled rows from the rows `places` of `logits`, and write
+        them to the same places of the chosen tokens. Greedy tokens are already written."""
         if self._sampling.takes(batch.params):
             return self._sampling.run(batch, logits, places, masks, self._last_token)
         # More than the kernels support: torch sorts, and waits for the previous step if a row

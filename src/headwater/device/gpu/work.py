@@ -13,8 +13,8 @@ from headwater.scheduler.batch import IntArray
 
 PIECE_STEP = 64
 PART_STEP = 128
-"""Pieces of decodes and parts of tiles begin at multiples of these, because kernels read so many
-keys at once, or fewer."""
+"""Pieces of decodes begin at multiples of the first number, parts of tiles at multiples of the
+second, because kernels read at most so many keys at once."""
 
 _MIN_PIECE = 192
 """Minimum number of tokens in a piece, unless there is one KV head. A short context in more
@@ -29,7 +29,8 @@ with one KV head. All rows together have no more pieces than the list has entrie
 
 _PROGRAMS = 512
 _PAIR_PROGRAMS = 128
-"""Programs that keep the device busy, and those for pairs of heads, one per processor."""
+"""Number of programs that keep the device busy; the second number is for the kernel of pairs of
+heads, which has one program per processor."""
 
 _MIN_PART_KEYS = 512
 """Minimum number of keys in a part."""
@@ -105,10 +106,10 @@ def tiles(
     has_hopper_kernel: bool,
     has_pairs: bool = False,
 ) -> Tiles:
-    """Tiles of the rows from `first_row` on. Each row has its number of queries in `counts` and,
-    with earlier tokens, of tokens in `contexts`. If there are few tiles, each is cut into parts,
-    so that every processor has work. `has_hopper_kernel` means that the device has a kernel for
-    many tiles, `has_pairs` that it has one for parts of pairs of heads."""
+    """Tiles of the rows from `first_row` on. `counts` has the number of queries of each row,
+    `contexts` the number of its tokens including earlier ones. If there are few tiles, each is
+    cut into parts, so that every processor has work. `has_hopper_kernel` means that the device
+    has a kernel for many tiles, `has_pairs` that it has one for parts of pairs of heads."""
     each = -(-counts // tile)
     ends = np.cumsum(each)
     rows = np.repeat(np.arange(len(counts)), each)

@@ -39,7 +39,7 @@ def starts_early(rows: Tensor, size: int | None = None) -> bool:
 
 @triton.jit
 def start_early(EARLY: tl.constexpr) -> None:
-    """Let the next kernel start, and wait for the one before."""
+    """Let the next kernel start, and wait until the kernel before is complete."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

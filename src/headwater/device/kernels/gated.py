@@ -36,7 +36,7 @@ _MAX_PADDING = 1.15
 """Limit of padded rows over rows: more padding costs more than the fused activation saves."""
 
 
-# otherwise each new number could stop a step to compile
+# Otherwise a step with a new number of rows could wait for the compiler.
 @triton.jit(do_not_specialize=["rows"])
 def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr,
            N: tl.constexpr, K: tl.constexpr, BAND: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-# otherwise each new count could stop a step to compile
+# Otherwise a step with a new count could wait for the compiler.
 @triton.jit(do_not_specialize=["count"])
 def _copy(source, target, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

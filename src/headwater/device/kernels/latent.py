@@ -105,7 +105,7 @@ def _store(
     place = pool + slot * block_stride + layer_at
     place += (position % BLOCK_TOKENS) * (LATENT + ROTATED)
     tl.store(place + at, values * scale * weights, mask=at < LATENT)
-    # `_rotate` takes a pointer per row; this token is the only row.
+    # `rotate_rows` takes a pointer per row; this token is the only row.
     one = tl.zeros([1], tl.int64)
     rotate_rows(
         row + LATENT + one, place + LATENT + one, cosines, sines, position, one == 0,

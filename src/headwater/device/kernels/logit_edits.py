@@ -64,7 +64,8 @@ def allowed(words, at, inside):
 def _edit(logits, edited, flags, state, repetition, presence, frequency, mask, masks, counts,
           stride, VOCAB: tl.constexpr, WORDS: tl.constexpr, PROMPT: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Copy a row's logits as float32, with penalties; tokens that are masked out are impossible."""
+    """Copy a row's logits as float32, with penalties; tokens that the mask forbids get negative
+    infinity."""
     row = tl.program_id(0)
     if tl.load(flags + row) & 1 == 0:
         return
@@ -92,7 +93,7 @@ def _add_listed(edited, flags, edit_start, edit_end, edit_ids, edit_amounts,
                 VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Add the row's listed amounts: biases, and negative infinity for forbidden tokens."""
     row = tl.program_id(0)
-    # The host sends no range for other rows: theirs may be anything.
+    # The host sends no range for rows without edits, so their range is undefined.
     if tl.load(flags + row) & 1 == 0:
         return
     end = tl.load(edit_end + row)

@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, for the rows that ask.
+"""Log-probabilities of chosen tokens and of the most likely ones, for rows that request them.
 
 Each row is cut into parts; a program finds the most likely tokens of its part by taking the
-largest again and again, which is cheaper than a sort for the few that are asked for. A second
+largest again and again, which is cheaper than a sort for the few that are requested. A second
 kernel joins the parts of a row.
 """
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_TOP = 32
-"""Maximum number of tokens that can be asked for."""
+"""Maximum number of most likely tokens that a row can request."""
 
 _PARTS = 32
 _FIELDS = 2 + 2 * MAX_TOP
@@ -94,7 +94,7 @@ def _join(logits, chosen, num_top, part_sums, part_values, part_ids, out, stride
 
 
 class LogprobBuffers:
-    """Room for the results of this many rows, and for the parts they are joined from."""
+    """Memory for the results of this many rows, and for the parts they are joined from."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         def floats(*shape: int) -> Tensor:

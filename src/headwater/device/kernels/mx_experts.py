@@ -1,4 +1,5 @@
-"""GEMMs of tokens with experts whose weights are MXFP4, kept packed: the forms of `experts`.
+"""GEMMs of tokens with experts whose weights stay packed in MXFP4; the counterpart of
+`experts`.
 
 Weights are `[experts, outputs, inputs / 2]` bytes in the order of `unpack`, with an exponent for each
 32 inputs of an output, which are a chunk.

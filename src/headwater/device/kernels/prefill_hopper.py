@@ -128,7 +128,8 @@ def _load_tiles(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
                     queries, [item.token + which * GROUP_QUERIES, item.head * DIM], q.ready.index(which),
                     q.buffers.index(which),
                 )  # fmt: skip
-            # There is no page after the last one: it is loaded again, and is not seen.
+            # After the last page none follows: the last one is loaded again, and no query sees
+            # it there.
             last = (item.context - 1) // PAGE_KEYS * PAGE_KEYS
             column = item.head // (HEADS // KV_HEADS) * DIM
             # Slots are read one tile ahead.

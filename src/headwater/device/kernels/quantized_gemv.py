@@ -1,8 +1,8 @@
 """Products of one row with a quantised weight, which is read once at memory speed.
 
-A program keeps its row in registers, in the form that the products need, and its lines of the
-weight stream past: each thread has the same inputs of every line. So the row's norm and its
-conversion are computed once per program, not once per line.
+A program keeps its row in registers, in the form that the products need, and reads its lines of
+the weight one after another: each thread has the same inputs of every line. So the row's norm
+and its conversion are computed once per program, not once per line.
 
     e4m3    float16 products; the row is scaled so that sums stay within float16
     int4    integer products; the inputs of a thread are integers of 15 bits with a common exponent

@@ -18,7 +18,7 @@ class Ring(NamedTuple):
 @gluon.jit
 def make_ring(dtype: gl.constexpr, layout: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr,
               COLUMNS: gl.constexpr, READERS: gl.constexpr):  # fmt: skip
-    """`NUMBER` buffers. This many readers must leave a buffer before it is filled again."""
+    """`NUMBER` buffers. `READERS` readers must leave a buffer before it is filled again."""
     buffers = gl.allocate_shared_memory(dtype, [NUMBER, ROWS, COLUMNS], layout)
     ready = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())

@@ -1,4 +1,5 @@
-"""Rotary embedding of Q and K in place, and K and V into the block pool, in one pass.
+"""Applies rotary embedding to Q and K in place and stores K and V in the block pool, in one
+pass.
 
 a row of `packed`   | Q heads ........ | K heads | V heads |
 pool                slot: layer: K of token 0, 1, … | V of token 0, 1, … | their scales, in an fp8 pool

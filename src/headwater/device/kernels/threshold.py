@@ -34,8 +34,8 @@ def _above(value):
 
 @triton.jit
 def _narrow(pivot, above, target, low, high, sum_low, sum_high):
-    """The bracket after one pivot: elements that reach the target are dropped, the others are
-    kept."""
+    """The bounds after one pivot: it becomes `low` if the sum `above` it reaches the target,
+    otherwise `high`."""
     if above >= target:
         if pivot >= low:
             low = pivot
@@ -54,7 +54,7 @@ def _weigh(values, top, heat, by_count):
 
 @triton.jit
 def _settle(room, count, high, above, top, heat, target, by_count, FEW: tl.constexpr):
-    """The least kept value among collected elements, of which `above` lies above.
+    """The least kept value among collected elements; `above` is the sum over all larger ones.
 
     Sums are in double precision: elements were collected in any order, and the result must not
     depend on it.

@@ -25,7 +25,7 @@ _MAX_PAYLOAD_BYTES = 1 << 30
 
 
 class RankMessage(IntEnum):
-    """The kind of a frame: the first ones are sent to a rank, the others by a rank."""
+    """The kind of a frame. Rank 0 sends those up to WARM; the other ranks send the rest."""
 
     LOAD = 1
     """Load this model; the answer is LOADED."""
@@ -116,7 +116,7 @@ class RankChannel:
         return RankFrame(RankMessage(number), memoryview(payload), files)
 
     def close(self) -> None:
-        """Close this end; a receiver at the other one is woken. Calling it twice is safe."""
+        """Close this end, which wakes a receiver at the other end. Calling it twice is safe."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

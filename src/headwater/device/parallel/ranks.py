@@ -179,8 +179,8 @@ class Ranks:
 
 
 def _ignore(sentence: str) -> None:
-    """Used before the engine is connected."""
+    """Ignore a lost rank; used before the engine is connected."""
 
 
 def _drop_copied(rank: int, frame: RankFrame) -> None:
-    """Used before a copier exists: no copy was started."""
+    """Ignore the end of a copy; used before a copier exists and can start one."""

@@ -24,7 +24,7 @@ _HEADER = 6
 """Step, rows, tokens, sampled rows, scored rows, slots in the tables that are sent."""
 
 _SAME = -1
-"""Stands for a table that the rank has from the previous step."""
+"""Length of a table that is not sent, because the rank has it from the previous step."""
 
 Ints32 = NDArray[np.int32]
 

@@ -130,7 +130,7 @@ class RankWorker:
         self._answer(RankMessage.LOADED, msgspec.json.encode(free))
 
     def _meet(self, wanted: MeetRanks) -> None:
-        assert self._model is not None, "the model is the model is loaded before the ranks meet"
+        assert self._model is not None, "the model is loaded before the ranks meet"
         self._group = RankGroup(
             self._share,
             backend=wanted.backend,
