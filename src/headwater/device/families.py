@@ -184,7 +184,8 @@ def check_served(config: Mapping[str, object]) -> None:
 
 
 def _why_not(kind: str, config: Mapping[str, object]) -> str | None:
-    """General reasons come first, because they apply to every family."""
+    """The reason why a model is not served; None if it is. General reasons come first, because
+    they apply to every family."""
     layer_types = config.get("layer_types")
     if config.get("is_encoder_decoder") is True:
         return _ENCODER
@@ -217,7 +218,7 @@ def max_positions(config: Mapping[str, object], rope: Mapping[str, object]) -> i
     """Longest sequence whose KV depends only on its own tokens.
 
     Under `longrope` the frequencies of *all* sequences in a batch change when one passes
-    the original length, so that length is the limit: below it, a block stays what it was.
+    the original length, so that length is the limit: below it, the KV of a block never changes.
     """
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or positions < 1:

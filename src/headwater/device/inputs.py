@@ -58,7 +58,7 @@ def build(
 ) -> StepInputs:
     """Inputs of one step. `tokens` are those of the batch, with carried ones filled in.
 
-    Marks the slots that it is about to write, and moves sequences into and out of buffers.
+    Marks the slots that the step will write, and moves sequences into and out of buffers.
     """
     starts = batch.query_start.astype(np.int64)
     contexts = batch.context_lens.astype(np.int64)

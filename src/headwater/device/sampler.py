@@ -68,8 +68,8 @@ class Sampler:
         if is_plain(rows.params):
             return _greedy(logits, logits)
         if rows.masks is not None and rows.masks.rows:
-            # Greedy first, also as the fallback: nothing else may allow a forbidden token
-            # again.
+            # Masks come first, and the fallback to the model's logits uses masked ones too: no
+            # later edit may allow a forbidden token again.
             logits = keep_allowed(logits.float(), rows.masks.rows, rows.masks.words)
         edited = self._edited(logits.float(), rows)
         chosen = _greedy(edited, logits)

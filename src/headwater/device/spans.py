@@ -15,7 +15,8 @@ class SpanLengths:
         self._made = False
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Added to scores, `[buffers * kv_heads, 1, width]`; None if nothing is hidden."""
+        """The mask that is added to scores, `[buffers * kv_heads, 1, width]`; None if no key is
+        hidden."""
         if not self._made:
             self._made = True
             keys = torch.arange(self.width, device=self.lengths.device)

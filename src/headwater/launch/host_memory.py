@@ -43,8 +43,8 @@ class HostMemory:
         return HostSlab(num_slots, self.block_bytes, for_ranks=self.has_ranks)
 
     def kept_slab(self, num_slots: int) -> HostSlab:
-        """Memory for whole blocks that outlives this engine; None if the supervisor gave
-        none."""
+        """Memory for whole blocks that outlives this engine if the supervisor provides it;
+        otherwise that of `slab`."""
         if self.kept is None:
             return self.slab(num_slots)
         return self.kept.open_slab(num_slots, self.block_bytes)

@@ -1,6 +1,6 @@
 """Finds models by their Hugging Face name, in the local cache or by one download.
 
-Only safetensors and the small text files beside them are downloaded, and no code. The libraries'
+Only safetensors and the small text files beside them are downloaded, never code. The libraries'
 own variables apply: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 

@@ -1,6 +1,6 @@
 """A rank other than the first: `python -m headwater.launch.rank_process FD PARENT FORMAT RANK`.
 
-Rank 0, which is the engine, starts it. It ends with the engine, however that ends.
+Rank 0, which is the engine, starts it. It ends when the engine ends, even by a kill.
 """
 
 import ctypes

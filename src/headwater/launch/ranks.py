@@ -59,7 +59,7 @@ class RankChild:
         return self._process.pid
 
     def describe_end(self) -> str:
-        """How it ended, in a few words; waits a short time for the end."""
+        """How the process ended, in a few words; waits a short time for the end."""
         try:
             code = self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -69,7 +69,7 @@ class RankChild:
         return f"ended with code {code}"
 
     def kill(self) -> None:
-        """Kill it, even while it is stopped. Calling it twice is safe."""
+        """Kill the process, even while it is stopped. Calling it twice is safe."""
         self._process.kill()
         self._process.wait(_END_TIMEOUT_S)
 

@@ -48,7 +48,7 @@ class RateHistory:
         self._points: deque[HistoryPoint] = deque(maxlen=_MAX_POINTS)
 
     def add(self, point: HistoryPoint) -> None:
-        """Append a point; the oldest one leaves when there is no room."""
+        """Append a point; the oldest one is dropped when there is no room."""
         self._points.append(point)
 
     def after(self, unix_s: float) -> list[HistoryPoint]:

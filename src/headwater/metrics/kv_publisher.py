@@ -39,8 +39,8 @@ _LONG_BATCH = 64
 
 
 class KvPublisher:
-    """Publishes the KV events of one engine. The loop calls `publish`, `snapshot_wanted` and
-    `publish_snapshot`; they never wait."""
+    """Publishes the KV events of one engine. The loop calls `publish`, and `publish_snapshot`
+    when `snapshot_wanted` is set; they never wait."""
 
     def __init__(
         self,

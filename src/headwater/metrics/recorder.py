@@ -104,7 +104,7 @@ class SequenceProgress:
 
 
 _TOKENS = (names.GENERATION_TOKENS, "")
-"""Created once, because each output needs it and its histogram."""
+"""Key of the count of generated tokens. Created once, because each output needs it."""
 
 
 class RequestTimer:

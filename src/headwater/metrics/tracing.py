@@ -86,7 +86,8 @@ def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:
 
 
 def _attributes(record: RequestRecord, model: str) -> dict[str, str | int | float]:
-    """Names of OpenTelemetry's conventions if they exist, otherwise our own."""
+    """Attributes of a span. Their names are those of OpenTelemetry's conventions if they exist,
+    otherwise our own."""
     found: dict[str, str | int | float | None] = {
         "gen_ai.request.model": model,
         "gen_ai.usage.input_tokens": record.prompt_tokens,

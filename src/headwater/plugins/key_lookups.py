@@ -21,7 +21,8 @@ class _Answer:
 
 
 class KeyLookups:
-    """Answers by key. Bound: the keys of living requests, and of lookups in flight."""
+    """The answers of storage, by key. It has only the keys of living requests and of lookups in
+    flight."""
 
     def __init__(self) -> None:
         self._answers: dict[bytes, _Answer] = {}

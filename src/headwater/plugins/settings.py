@@ -33,7 +33,8 @@ class PluginConfig:
     """Settings of the backend; see docs/storage.md."""
 
     weights: str | None = None
-    """A name that changes whenever the weights change, for plug-ins that cannot find out."""
+    """A name that changes whenever the weights change, for plug-ins that cannot identify the
+    weights themselves."""
 
     adapters: str | None = None
     """`named` if the name of a LoRA adapter identifies its weights everywhere in this storage;

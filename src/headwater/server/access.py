@@ -38,8 +38,8 @@ _ADMIN_PATHS = (
     "/instances",
 )
 _JSON_PATHS = (*_ADMIN_PATHS, "/v1/abort_requests", "/cache/sessions/", "/instances/")
-"""Control paths: a body must be application/json, which browsers do not send across origins
-without asking first."""
+"""Control paths: a body must be application/json, which browsers do not send to another origin
+without a preflight request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Access:
     """The key whose limits apply; None for the cluster's own requests."""
 
     is_cluster: bool = False
-    """Whether the router or an instance of this cluster sent it."""
+    """Whether the router or an instance of this cluster sent the request."""
 
 
 class HostPolicy:

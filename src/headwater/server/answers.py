@@ -42,7 +42,7 @@ class CacheDetails(Struct, kw_only=True):
     recomputed: int
     miss_reason: str | None
     block_tokens: int
-    """Tokens per block. Only whole blocks hit, so this is the shortest prefix that can."""
+    """Tokens per block. Only whole blocks hit, so this is the shortest prefix that can hit."""
 
     queued_s: float
     """Time from arrival to admission; the longest one of several prompts."""
@@ -225,8 +225,8 @@ class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     reasoning: str | None = None
     tool_calls: list[ChatToolCallDelta] | None = None
     malformed_tool_calls: int = 0
-    """Only in the last chunk: number of calls that could not be read. The parts of them that
-    were sent are not calls."""
+    """Only in the last chunk: number of calls that could not be read. Parts of such calls may
+    have been sent before; ignore them."""
 
 
 class ChatChunkChoice(Struct, kw_only=True):

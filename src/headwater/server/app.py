@@ -54,8 +54,7 @@ ROUTES = [
 
 
 def create_app(service: Service) -> Starlette:
-    """The application of one service. `ReadinessMiddleware`, which stands before it, checks
-    keys."""
+    """The application of one service. `ReadinessMiddleware` checks keys in front of it."""
     app = Starlette(
         routes=ROUTES,
         exception_handlers=EXCEPTION_HANDLERS,

@@ -4,7 +4,7 @@ many.
 A connection stays with its worker, and clients keep connections open. The kernel wakes all
 workers for a new connection, and the fastest takes it, often several in a row. So a worker that
 has more connections than another one leaves a new connection to the others for a moment. If no
-other worker has accepted any by then, because they are busy or hang, the worker takes it itself,
+other worker has accepted it by then, because they are busy or hang, the worker takes it itself,
 and further ones at once until another worker accepts or loses a connection.
 """
 
@@ -91,7 +91,7 @@ class BalancedListener:
             await asyncio.wait(self._opening)
 
     def _on_ready(self) -> None:
-        """Connections wait, unless other workers have just taken them."""
+        """Accept connections that wait, or leave them to the other workers for a moment."""
         if self._counts.is_alone:  # nothing to balance: take those that wait
             for _ in range(_MAX_TOGETHER):
                 if not self._accept():

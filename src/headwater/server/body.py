@@ -27,8 +27,8 @@ INLINE_BYTES = 512 * 1024
 """Bodies up to this length are parsed on the event loop, which takes milliseconds."""
 
 _INLINE_CONTAINERS = 20_000
-"""Maximum number of brackets of such a body. Many small lists take long to parse, because the
-cycle collector runs again and again while they are made."""
+"""Maximum number of brackets of a body that is parsed on the event loop. Many small lists take
+long to parse, because the cycle collector runs again and again while they are created."""
 
 _PIECE_BYTES = 256 * 1024
 
@@ -201,9 +201,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }
-"""Fields of the OpenAI API and of other servers that this server knows but does not support, each
-with the values without effect. These values are accepted; any other value is a 400 that names the
-field, because ignoring it would return something other than the client requested."""
+"""Fields of the OpenAI API and of other servers that this server knows but does not support,
+each with the values that have no effect. These values are accepted; any other value is a 400
+that names the field, because ignoring it would return something other than the client
+requested."""
 
 
 _INSTEAD = {

@@ -129,7 +129,8 @@ class _ChatFormat:
         return [*first, chunk]
 
     def _shows_nothing(self, delta: Delta, fields: ChatDelta) -> bool:
-        """Whether the parser holds back all of this delta, and nothing else is asked for."""
+        """Whether the parser holds back all text of this delta, and the client requested
+        nothing else that the delta has."""
         body = self._body
         if delta.finish_reason or body.logprobs or body.return_token_ids:
             return False

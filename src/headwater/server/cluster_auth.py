@@ -33,7 +33,8 @@ _ONCE = frozenset({SIGNATURE_HEADER, TOKEN_HEADER, *SIGNED_HEADERS})
 
 
 class ClusterAuth:
-    """Signs and verifies requests with one peer token. Without a token nothing verifies."""
+    """Signs and verifies requests with one peer token. Without a token no request is
+    accepted."""
 
     def __init__(self, token: str | None, unix_s: Callable[[], float]) -> None:
         """`unix_s` is the current Unix time."""
@@ -128,7 +129,8 @@ class ClusterAuth:
 
 
 def check_digest(given: str | None, body: bytes) -> bool:
-    """Whether a signed digest fits the body. A request without one carried the token itself."""
+    """Whether a signed digest fits the body. A request without a digest had the token itself in
+    a header."""
     if given is None:
         return True
     return hmac.compare_digest(given.encode(), hashlib.sha256(body).hexdigest().encode())

@@ -1,6 +1,6 @@
 """Streams that another instance can resume when the instance that began them is lost.
 
-A router requests it with a header. Each event is then preceded by a comment that names its
+A router requests such a stream with a header. Each event is then preceded by a comment with its
 choice, its tokens and the seed. The router removes the comment before it sends the event to the
 client. When the stream breaks, the router sends the tokens to another instance, which continues
 exactly after them, even in the middle of a character.

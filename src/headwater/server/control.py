@@ -1,7 +1,7 @@
 """Control of a running server: pause, resume, abort, reset, close a session, reload weights.
 
 Each verb is one entry of `CONTROL_VERBS`. Routes and the OpenAPI document are made from that
-table, so adding a verb on the server is one entry and its function.
+table, so adding a verb to the server takes one entry and one function.
 """
 
 import re

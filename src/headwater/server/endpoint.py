@@ -94,7 +94,7 @@ async def begin(request: Request, kind: type[B]) -> Call[B]:
 
 
 async def accept(request: Request, body: B) -> Call[B]:
-    """Check a request whose body is read. Raises RequestRefused."""
+    """Check a request whose body was read before. Raises RequestRefused."""
     service: Service = request.app.state.service
     request_id = request_id_of(request, body)
     check_supported(body)

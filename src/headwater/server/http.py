@@ -58,8 +58,8 @@ class HttpServer(uvicorn.Server):
             sweep.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept. uvicorn would accept every connection that waits, whatever the other
-        workers have."""
+        """Begin to accept connections. uvicorn itself would accept every connection that waits,
+        however many this worker has already."""
         await super().startup(sockets=[])
         config = self.config
 

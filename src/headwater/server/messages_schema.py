@@ -224,7 +224,8 @@ class MessageEnd(Struct, kw_only=True):
     stop_reason: str | None
     stop_sequence: str | None = None
     malformed_tool_calls: int | UnsetType = UNSET
-    """Calls that could not be read. The parts of them that were sent are not calls. Headwater's own."""
+    """Calls that could not be read. Parts of such calls may have been sent before; ignore them.
+    Headwater's own."""
 
 
 class MessageDeltaEvent(Struct, kw_only=True):

@@ -285,8 +285,8 @@ def _message(body: bytes) -> str:
 
 
 def _external_url(url: str, config: ServerConfig, router: str) -> str:
-    """`url` as the router can reach it: a wildcard address is replaced by the address that
-    faces the router."""
+    """`url` as the router can reach it: a wildcard address is replaced by the address from
+    which this machine reaches the router."""
     if config.host not in ("0.0.0.0", "::"):
         return url
     place = urlsplit(router)

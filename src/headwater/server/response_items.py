@@ -56,7 +56,8 @@ class ItemWriter:
         return ResponseEvent(type=kind, sequence_number=number, **fields)
 
     def skip_numbers(self, count: int) -> None:
-        """Leave out numbers, so that they only grow when a stream is continued here."""
+        """Skip `count` numbers, so that no number is used twice when a stream is continued
+        here."""
         self._number += max(count, 0)
 
     def write(self, parsed: ParsedOutput) -> list[ResponseEvent]:

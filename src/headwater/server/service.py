@@ -118,7 +118,7 @@ class LiveRequests:
         return {entry for entry, other in self._owners.items() if other == owner}
 
     def owners(self) -> dict[str, str]:
-        """The key of each live sequence that has a named one."""
+        """The name of the key of each live sequence that has a named key."""
         return {entry: owner for entry, owner in self._owners.items() if owner}
 
 

@@ -114,7 +114,8 @@ class _Worker:
         return result
 
     def end(self) -> None:
-        """Kill it; a thread that waits for it sees the end of its pipes. Safe to call twice."""
+        """Kill the process; a thread that waits for a result gets EOFError. Calling it twice is
+        safe."""
         with self._lock:
             self._has_ended = True
             process = self._process
@@ -132,11 +133,13 @@ class _Worker:
             if self._has_ended:
                 raise EOFError("the worker has ended")
             if self._process is None:
+                # In a session of its own, because Ctrl-C in a terminal must reach only the
+                # server, which then ends the worker.
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", self._module],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends it
+                    start_new_session=True,
                 )
             return self._process
 

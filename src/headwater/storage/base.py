@@ -40,7 +40,7 @@ class StorageStats:
 
     backend: str
     num_blocks: int | None
-    """Blocks that it can find now; None if only the server knows."""
+    """Blocks that the backend can find now; None if only its server knows."""
 
     used_bytes: int | None
     capacity_bytes: int | None
@@ -105,7 +105,7 @@ class StorageBackend(Protocol):
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         """Remove these blocks; None removes every block of this format that this process may
-        remove. Returns how many there were."""
+        remove. Returns the number of removed blocks."""
 
     def stats(self) -> StorageStats:
         """A snapshot. Never waits for the medium."""

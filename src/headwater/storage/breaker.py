@@ -39,7 +39,7 @@ class BreakerConfig:
     too; until it ends, successful calls do not reset the count."""
 
     recovery_s: float = 5.0
-    """How long it stays open the first time."""
+    """Seconds for which the breaker stays open the first time."""
 
     max_recovery_s: float = 60.0
     """Upper bound of that wait. Each failed trial doubles the wait, and so does opening again
@@ -62,7 +62,7 @@ class Breaker:
     """The state machine. Thread-safe; time comes from the given clock."""
 
     def __init__(self, config: BreakerConfig, clock: Clock, name: str = "calls") -> None:
-        """`name` tells in log lines which calls this breaker stops."""
+        """`name` is shown in log lines, as the calls that this breaker stops."""
         self._config = config
         self._clock = clock
         self._name = name
@@ -87,7 +87,8 @@ class Breaker:
         return self._state is BreakerState.CLOSED or self.begin_trial(timeout_s)
 
     def begin_trial(self, timeout_s: float) -> bool:
-        """Whether a trial call is due and this caller should make it."""
+        """Whether a trial call is due. If so, the caller must make it: for others it is no
+        longer due."""
         with self._lock:
             now = self._clock.now()
             if self._state is BreakerState.HALF_OPEN and now >= self._trial_ends_s:

@@ -142,7 +142,7 @@ def check_counts(answer: object, runs: Sequence[Sequence[BlockKey]]) -> list[int
 
 
 def check_count(answer: object, method: str) -> int:
-    """One number that is not negative."""
+    """The answer of `method`: a count, which is not negative."""
     try:
         count = operator.index(answer)  # type: ignore[arg-type]  # that is what is checked
     except TypeError:

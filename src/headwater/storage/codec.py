@@ -80,8 +80,8 @@ class Header(NamedTuple):
 def checksum(payload: Buffer) -> bytes:
     """16 bytes that change when the payload changes by accident.
 
-    The payload is seen as pages of 512 words of 64 bits. The sum of each page and the parity
-    of each column (the xor of the same word of all pages) go into one SHA-256:
+    The payload is divided into pages of 512 words of 64 bits. The sum of each page and the
+    parity of each column (the xor of the same word of all pages) go into one SHA-256:
 
         page 0   w0   w1  …  w511  ──▶ sum 0
         page 1   w0   w1  …  w511  ──▶ sum 1      SHA-256(sums, parities, odd bytes at the end)
@@ -89,9 +89,9 @@ def checksum(payload: Buffer) -> bytes:
                 parity of each column
 
     One to three flipped bits are always found; damage to a page leaves its sum as it was with
-    probability 2^-64; moved, swapped or missing pages change the order of sums. Three times as
-    fast as zlib's CRC-32, and numpy releases the interpreter lock. It is not a signature: a process that may
-    write to the store can compute it too.
+    probability 2^-64; moved, swapped or missing pages change the order of sums. The checksum is
+    computed three times as fast as zlib's CRC-32, and numpy releases the interpreter lock. It
+    is not a signature: a process that may write to the store can compute it too.
     """
     paged = len(payload) - len(payload) % _PAGE_BYTES
     words = np.frombuffer(payload, dtype="<u8", count=paged // 8).reshape(-1, _PAGE_WORDS)

@@ -2,7 +2,7 @@
 
 Reads (`contains`, `read`) and writes (`write`, `remove`) have a breaker each, because a store
 may refuse one and serve the other. A call that has not ended by its deadline counts as failed
-when the next call comes; its late end is ignored. A store may answer some calls and hang in
+when the next call begins; its late end is ignored. A store may answer some calls and hang in
 others, so a successful call does not reset the count of calls that still hang. While a breaker
 is open its calls raise StorageUnavailable at once.
 
@@ -34,7 +34,7 @@ from headwater.types import BlockKey
 
 T = TypeVar("T")
 Spawn = Callable[[Callable[[], None]], None]
-"""Runs a function elsewhere, without waiting for it."""
+"""Runs a function in another thread, without waiting for it."""
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ A call in the kernel or in a C++ library cannot be interrupted. It runs in one o
 When its deadline passes, the caller gets StorageTimeout with an event that is set when the call
 has returned. Until then its thread is lost; another thread replaces it, up to a bound. A lost
 thread runs only on cores that are idle otherwise, because some libraries wait in a busy loop: a
-Mooncake call whose peer is stopped takes a whole core for a minute. The lowest priority alone
-would leave such threads a share of each core, and a thread that wakes up waits for their slices.
+Mooncake call whose peer is stopped takes a whole core for a minute. With the lowest priority
+alone, lost threads would still get a share of each core, and other threads would wait for their
+time slices.
 """
 
 import contextlib
@@ -92,7 +93,7 @@ class IoThreads:
     def _lose(self, threads: list[int]) -> None:
         with self._changed:
             self._num_lost += len(threads)
-        if sys.platform != "linux":  # elsewhere the call takes process ids only
+        if sys.platform != "linux":  # elsewhere the id would be taken for that of a process
             return
         for thread in threads:
             with contextlib.suppress(OSError):

@@ -102,7 +102,8 @@ def make_tokenizer_folder(folder: Path, *, template: str | None = _TEMPLATE) -> 
 
 
 class EchoEngine:
-    """An `EngineClient` in the caller's event loop. Steps only while it is not held."""
+    """An `EngineClient` in the caller's event loop. It computes steps only while it is not
+    held."""
 
     def __init__(self, core: EngineCore | None = None, info: EngineInfo | None = None) -> None:
         self.core = core or make_echo_core()

@@ -34,7 +34,7 @@ _WAIT_S = 30.0
 
 class BlockArray:
     """Contiguous block memory; `gate` blocks callers that request a view. For the `cuda` link it
-    stands for the memory of a device, whose copies `device` controls."""
+    represents the memory of a device, whose copies `device` controls."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, seed: int | None = None) -> None:
         """The memory is zeros, or random bytes made from `seed`."""

@@ -46,8 +46,8 @@ class BatchedDecodes:
         self._index(in_order, tokens)
 
     def _index(self, in_order: bool, tokens: Ints) -> None:
-        """The token of each buffer and its position. Idle buffers get the first token, which is
-        harmless."""
+        """Compute the indices of each buffer's token and position. Idle buffers get the first
+        token, which is harmless."""
         pool = self._pool
         token_of = np.full(self._end, tokens[0], dtype=np.int64)
         token_of[self._buffers] = tokens
@@ -142,8 +142,8 @@ class BatchedDecodes:
         return scores.softmax(-1).to(query.dtype)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Added to scores, `[buffers * kv_heads, 1, keys]`; created by the first layer that
-        needs it."""
+        """The mask that is added to scores, `[buffers * kv_heads, 1, keys]`; created by the
+        first layer that needs it."""
         if window not in self._masks:
             self._masks[window] = self._look(window, dtype)
         return self._masks[window]

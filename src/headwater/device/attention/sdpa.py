@@ -2,8 +2,8 @@
 
 A packed batch has two kinds of rows. Decodes in buffers are attended together. The other rows
 are attended in one compiled call if it supports them (`prefill`), otherwise one by one. K and V
-of the others are written to the pool in each layer, because they are read from there. K and V
-of decodes in buffers are written once, after the last layer.
+of these other rows are written to the pool in each layer, because they are read from there. K
+and V of decodes in buffers are written once, after the last layer.
 """
 
 from torch import Tensor

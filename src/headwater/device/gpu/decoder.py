@@ -108,7 +108,8 @@ class FusedDecoder:
 
     def min_torch_tokens(self, pool: Tensor) -> int | None:
         """Minimum length of a prompt without cached tokens for which torch's attention is used,
-        because it is faster; None if it is not faster, or if a layer needs a variant."""
+        because it is faster; None if it is not faster, or does not support a layer's
+        variant."""
         if any(
             layer.variant.window is not None or not layer.variant.has_plain_scores
             for layer in self.layers
@@ -119,7 +120,8 @@ class FusedDecoder:
         return MIN_TORCH_TOKENS if is_slower_than_torch(pool) else None
 
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
-        """The first hidden states. A token is taken from `chosen` if `carry` says so."""
+        """The first hidden states. A token whose `carry` is not -1 is that entry of
+        `chosen`."""
         if self._split is None:
             return rows.embed(tokens, carry, chosen, self.embedding, self.scaling.embedding)
         carried = chosen.index_select(0, carry.clamp(min=0))

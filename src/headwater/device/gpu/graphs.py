@@ -117,7 +117,7 @@ class DecodeGraphs:
             return False
         if layout.is_decode:
             return True
-        # Tokens of one block that are stored at the same time would change its scales.
+        # With 8-bit KV, the tokens of chunks are not computed as decode rows.
         has_scales = bool(self._pool.layout.scale_bytes)
         num_chunk_tokens = len(batch.tokens) - layout.num_decodes
         return (

@@ -55,9 +55,9 @@ def add_dense(
 ) -> None:
     """Add the result of the MLP to `hidden`, in place.
 
-    `norm` is that of its input, `output_norm` that of its result; without the latter the result
-    is multiplied by `scale`. `is_eager` means that this is not part of a graph, so each launch
-    takes host time.
+    `norm` is applied to the input of the MLP, `output_norm` to its result; without
+    `output_norm` the result is multiplied by `scale`. `is_eager` means that this is not part of
+    a graph, so each launch takes host time.
     """
     for part in hidden.split(MAX_GEMM_ROWS):
         narrow = gated(mlp, part, norm, is_eager=is_eager)

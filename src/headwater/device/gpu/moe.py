@@ -101,7 +101,8 @@ def _add(
 
 
 def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
-    """Whether all products of the block have one row and weights that `gemv` supports."""
+    """Whether `_add_one` supports the block: there is one row, `gemv` supports all weights, and
+    the router has no bias and the shared experts no gate."""
     if len(hidden) != 1 or block.router_bias is not None or block.shared_gate is not None:
         return False
     dense_weights = [] if block.shared is None else [block.shared.gate_up, block.shared.down]

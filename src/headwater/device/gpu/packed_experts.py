@@ -44,7 +44,8 @@ def packed_weight(blocks: Tensor, scales: Tensor) -> PackedWeight:
 
 
 class PackedExperts(nn.Module):
-    """Replaces the experts of a layer in transformers' own code, one expert at a time."""
+    """Replaces the experts of a layer in transformers' own code. It computes one expert at a
+    time."""
 
     def __init__(self, plain: nn.Module, gate_up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()

@@ -49,7 +49,8 @@ class CudaBlocks(DeviceBlocks):
         return HostPeerBlocks(self._pool, memory)
 
     def can_map_host(self) -> bool:
-        """Whether this device reads main memory that is mapped read-only; tried with a page."""
+        """Whether this device can read main memory that is mapped read-only; tried with a
+        page."""
         pages = SharedPages(PAGE_BYTES)
         try:
             HostPeerBlocks(self._pool, map_shared(pages.file, PAGE_BYTES)).close()

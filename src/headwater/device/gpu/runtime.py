@@ -28,8 +28,8 @@ class Runtime:
         self._check(self._cuda.cudaSetDevice(self._device), "cudaSetDevice")
 
     def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
-        """Lock pages in memory and register them with the device, which only reads them if they
-        are mapped `read_only`."""
+        """Lock pages in memory and register them with the device. Pages that this process has
+        mapped read-only need `read_only`; the device must not write to them."""
         flags = self._cuda.cudaHostRegisterReadOnly if read_only else 0
         self._check(self._cuda.cudaHostRegister(address, num_bytes, flags), "cudaHostRegister")
 

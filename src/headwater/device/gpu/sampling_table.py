@@ -35,7 +35,7 @@ class EditList(NamedTuple):
 
 
 class SamplingTable:
-    """An entry for each `SamplingParams` object. It is bounded, and is filled again when it is
+    """An entry for each `SamplingParams` object. The table is bounded: it is cleared when it is
     full."""
 
     def __init__(self, max_entries: int) -> None:

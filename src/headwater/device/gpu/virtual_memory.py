@@ -4,9 +4,9 @@
                 └─ export ─▶ file descriptor ─ import ─▶ map  a peer
 
 The driver frees the memory when its last handle and mapping are gone, in whichever process. A
-mapping therefore stays valid when the owner dies. Torch's allocator cannot be asked for such
-memory. Its own memory could only be shared by the older IPC calls. Their handle is a number
-that any process may use again, and they do not work within one process.
+mapping therefore stays valid when the owner dies. Torch's allocator does not provide such
+memory. The memory that it provides could only be shared by the older IPC calls. Their handle is
+a number that any process may use again, and they do not work within one process.
 """
 
 import os
@@ -99,7 +99,7 @@ class MappedMemory:
         self._free.atexit = False  # the driver frees everything when the process ends
 
     def close(self) -> None:
-        """Unmap it. The device must not use it any more. Calling it twice is safe."""
+        """Unmap the memory. The device must not use it any more. Calling it twice is safe."""
         self._free()
 
     def tensor(self, shape: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,7 @@ product of its own.
 Scales are not applied to elements. A key's scale multiplies its scores. A value's scale
 is a power of two and is added to its scores, which are logarithms to the base of two; the sum
 of weights is corrected for it. Weights stay within float16, because the highest score is
-subtracted after that. Queries are divided by a power of two for the same reason.
+subtracted after this addition. Queries are divided by a power of two for the same reason.
 
 As in `decode_tma`, scores are `[keys, queries]`, and TMA loads tiles if the layout allows it.
 """
@@ -73,7 +73,7 @@ def _raise_to(higher, highest, total, even, odd, MASKED: tl.constexpr):
 @triton.jit
 def _add_values(v, scores, inverse, highest, total, even, odd, MASKED: tl.constexpr):
     weights = tl.exp2(scores - _base(highest, MASKED)[None, :])
-    # The weights contain the scales of the values, which the sum of weights must not.
+    # The weights contain the scales of the values; the sum of weights must not contain them.
     total += tl.sum(weights * inverse[:, None], 0)
     even_v, odd_v = e4m3_halves(tl.trans(v))
     weights = weights.to(tl.float16)

@@ -113,9 +113,9 @@ def fits(weight: Tensor, num_rows: int) -> bool:
 
 
 def _split(tiles: int, size: int, rows: int) -> int:
-    """Number of programs that share a tile. Each program has several iterations, and the device
-    has nearly as many processors as there are programs. A tile is shared by fewer if writing
-    its sums takes longer than reading its inputs."""
+    """Number of programs that share a tile: as many as keep the processors busy, while each
+    program still has several iterations. Fewer share a tile if writing its sums takes longer
+    than reading its inputs."""
     most = 200 if rows <= _FEW_ROWS or size >= _DEEP else 100
     split = 1
     while tiles * split * 2 <= most and size // _INPUTS >= 8 * split:

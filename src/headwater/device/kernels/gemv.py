@@ -20,7 +20,7 @@ _MANY_OUTPUTS = 1 << 16
 """Minimum number of outputs of an output layer."""
 
 _NARROW = 2048
-"""Number of inputs that two iterations read."""
+"""Inputs of two iterations of the largest tile."""
 
 _UNIT = 256
 """The number of inputs is a multiple of this."""
@@ -182,8 +182,8 @@ def _shape(
 ) -> tuple[int, int, int]:
     """Outputs and inputs of a tile, and iterations read ahead; the fastest of 13 on an H200.
 
-    A kernel that starts early has small tiles: its programs go where others have ended, so few
-    large ones would be spread unevenly.
+    A kernel that starts early has small tiles: its programs start on processors where others
+    have ended, so a few large programs would be spread unevenly.
     """
     if is_fp8:
         shape = FP8_SHAPES[is_gated, is_normed]

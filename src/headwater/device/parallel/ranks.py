@@ -29,10 +29,10 @@ class RankProcess(Protocol):
     """The process behind a rank."""
 
     def describe_end(self) -> str:
-        """How it ended, in a few words; waits a short time for the end."""
+        """How the process ended, in a few words; waits a short time for the end."""
 
     def kill(self) -> None:
-        """Kill it in any state. Calling it twice is safe."""
+        """Kill the process, in any state. Calling it twice is safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Splits the weights of a transformers model over ranks, and adds the collectives it then needs.
+"""Splits the weights of a model over ranks, and adds the collectives that the model then needs.
 
     attention   q, k, v: heads of this rank     output: matching columns, results summed
     latent KV   heads of this rank; the latent is computed and stored on every rank
@@ -47,7 +47,8 @@ _EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "expert_dim")
 
 
 class SplitEmbedding(nn.Module):
-    """A part of the vocabulary; tokens of other parts give zeros, and the ranks are summed."""
+    """A part of the vocabulary. The embedding of other tokens is zero, and the results of all
+    ranks are summed."""
 
     def __init__(self, inner: nn.Embedding, share: RankShare) -> None:
         super().__init__()

@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _body(request: Any, context: Any, context_length: int) -> dict[str, Any]:  # noqa: ANN401 - Dynamo's
-    """Dynamo's request as a request of Headwater's completions API. Without a limit of its own an
+    """Dynamo's request as a request of Headwater's completions API. Without a token limit, an
     answer may fill the context. Raises RequestError for what is not supported."""
     _require_supported(request)
     sampling = request.get("sampling_options") or {}

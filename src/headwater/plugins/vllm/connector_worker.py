@@ -72,7 +72,7 @@ class ConnectorWorker:
         self._failed: set[int] = set()
 
     def start(self, orders: StepOrders) -> None:
-        """Start everything that does not belong to the forward pass."""
+        """Start the loads, lookups and writes of a step, before its forward pass."""
         for load in orders.loads:
             self._start_load(load)
         if self.storage is None:

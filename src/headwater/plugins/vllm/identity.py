@@ -102,7 +102,7 @@ def _computation(model: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig
 
 def _kernels(vllm_config: Any, layer_names: list[str]) -> str:  # noqa: ANN401 - vLLM's
     """The attention kernels. Each may arrange the bytes of a page in its own way: on a CPU with AMX
-    vLLM packs keys otherwise than on one without, in pages of the same shape."""
+    vLLM packs keys in another way than on a CPU without, in pages of the same shape."""
     layers = vllm_config.compilation_config.static_forward_context
     kinds = {
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}"

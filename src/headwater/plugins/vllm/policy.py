@@ -48,8 +48,8 @@ class _Entry(NamedTuple):
 
 @dataclass(slots=True)
 class _PromptEnd:
-    """Number of tokens of a request that had keys when its first chunks were stored: its
-    prompt."""
+    """Length of a request's prompt: the tokens that had keys when its first chunks were
+    stored."""
 
     tokens: int
 
@@ -224,8 +224,8 @@ class SessionCachePolicy(CachePolicy):
             order.add(node, now)
 
     def _order_all(self) -> None:
-        """Give a place in the order to every node that may be evicted, the last ones stored first:
-        a chunk is stored after those before it."""
+        """Give a place in the order to every node that may be evicted. The node stored last
+        comes first, because the end of a prompt is stored last and must be evicted first."""
         now, order = self.clock.now(), self._evictable
         for node in reversed(self._unordered):
             order.add(node, now)

@@ -38,7 +38,7 @@ class _Block:
 
 
 class BlockParser:
-    """Emits content and the arguments of calls as they come.
+    """Emits content and the arguments of calls as soon as they are certain.
 
     White space around calls is dropped; the content of an answer without calls is unchanged.
     """

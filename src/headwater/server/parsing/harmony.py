@@ -70,7 +70,7 @@ def _analysis(terminal: Terminal) -> str:
 
 
 class HarmonyParser:
-    """Emits reasoning, content and the arguments of calls as they come."""
+    """Emits reasoning, content and the arguments of calls as soon as they are certain."""
 
     def __init__(self, names: Container[str]) -> None:
         """`names` are the request's tools. A call of another name is emitted when it is complete."""

@@ -167,7 +167,8 @@ class Attempt:
 
 
 async def end_stream(send: Send, progress: StreamProgress) -> None:
-    """End a broken stream with an error event, or plainly when only its end was missing."""
+    """End a broken stream with an error event, or without an error if only its end is
+    missing."""
     error = ErrorObject(
         message="the instance that generated this response was lost and no other could continue it; "
         "send the request again",
@@ -203,7 +204,8 @@ class _LoadCount:
             self.prefilled()
 
     def prefilled(self) -> None:
-        """Remove its prompt tokens from the outstanding work. Calling it twice is safe."""
+        """Remove the request's prompt tokens from the outstanding work. Calling it twice is
+        safe."""
         self._route.worker.outstanding_tokens -= self._outstanding
         self._outstanding = 0
 

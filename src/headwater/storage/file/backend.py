@@ -41,7 +41,7 @@ class FileConfig:
     """Settings of the `file` backend."""
 
     path: str
-    """Directory of the slabs; made if missing. Several processes may share it."""
+    """Directory of the slabs; created if it is missing. Several processes may share it."""
 
     capacity_bytes: int = 16 << 30
     """Maximum number of bytes that all slabs in the directory may take together."""
@@ -70,7 +70,8 @@ class FileConfig:
             )
 
     def geometry(self, form: BlockFormat) -> Geometry:
-        """Slabs that fit the capacity. Raises ConfigError if not even one block fits."""
+        """The size of slabs within the capacity. Raises ConfigError if not even one block
+        fits."""
         wanted = min(self.slab_bytes, self.capacity_bytes)
         num_slots = max(1, wanted // Geometry(form, 1).slot_bytes)
         while num_slots > 1 and Geometry(form, num_slots).total_bytes > wanted:

@@ -1,8 +1,8 @@
 """The index of the file backend: where each block is. In memory, thread-safe, without I/O.
 
 A block in our own slabs is findable, being read (leased: its slot is not reused), or being
-written (claimed: not findable yet). A slot of our own slabs is free, in a findable block, or
-taken by one writer. Of blocks in other processes' slabs only the position is known.
+written (claimed: not findable yet). A slot of our own slabs is free, has a findable block, or
+is taken by one writer. Of blocks in other processes' slabs only the position is known.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -60,8 +60,8 @@ class SlotIndex:
         return list(self._slabs)
 
     def add_slab(self, slab: Slab) -> list[SlotEntry]:
-        """Add a slab that was created or taken over: its blocks can be found, its room can be
-        used.
+        """Add a slab that was created or taken over: its blocks become findable, its free slots
+        usable.
 
         Another process may have written blocks that we also have. Those copies are returned.
         The caller first clears them in the table, so that they are not found again, and then

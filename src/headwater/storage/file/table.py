@@ -130,7 +130,7 @@ class Table:
         return lock_file(self._file)
 
     def put(self, entry: Entry) -> None:
-        """The slot is complete: make it findable."""
+        """Make the block of a complete slot findable."""
         fields = _ENTRY.pack(entry.key, entry.parent, entry.sequence, 0)
         self._write(entry.slot, fields + _CHECK.pack(zlib.crc32(fields)))
         self._tell()

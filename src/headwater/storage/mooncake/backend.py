@@ -155,7 +155,7 @@ class MooncakeStorage:
 
     def _master_answers(self) -> bool:
         """Whether the master answers. False if no process listens; raises StorageTimeout if one
-        listens and is silent. A stopped master accepts connections, in the kernel."""
+        listens but does not answer. The kernel accepts connections of a stopped master."""
         host, _, port = self._config.master.rpartition(":")
         if not port.isdigit():
             # another kind of address, such as etcd://, that only Mooncake understands
@@ -192,7 +192,8 @@ class MooncakeStorage:
     def _in_batches(
         self, call: Callable[[Sequence[W]], list[T]], work: Sequence[W], timeout_s: float
     ) -> list[T]:
-        """Verify or seal some blocks while others are being transferred."""
+        """The results of `call` for batches of `work`. Batches run in several threads, so some
+        blocks are verified or sealed while others are transferred."""
         starts = range(0, len(work), _BATCH_BLOCKS)
         calls = [partial(call, work[start : start + _BATCH_BLOCKS]) for start in starts]
         batches = self._run(calls, self._deadline(timeout_s))

@@ -1,7 +1,7 @@
 """Checks a Redis server when it is opened.
 
-A problem that prevents its use is an error with the fix; a limitation of the cache is a
-warning. Nothing here runs while requests are served.
+A problem that prevents its use is an error that says what to change; a limitation of the cache
+is a warning. Nothing here runs while requests are served.
 """
 
 import uuid
@@ -51,7 +51,7 @@ def _read_info(link: RespConnection, deadline: Deadline) -> dict[str, str]:
 def _check_rights(
     link: RespConnection, prefix: bytes, has_ttl: bool, deadline: Deadline
 ) -> None:
-    """Run each command that is used later once, with a name that no block has."""
+    """Try once each command that is used later, with a name that no block has."""
     name = prefix + b"probe:" + uuid.uuid4().hex.encode()
     commands = {
         "EXISTS": command(b"EXISTS", name),

@@ -2,8 +2,7 @@
 
 Speaks RESP2 over a plain or TLS socket. Bytes of a block go from the caller's buffer to the
 kernel and back without a copy in between. Every wait ends at the call's deadline. After any
-other error than ReplyError, replies could be read in the wrong place: the connection must be
-closed.
+error except ReplyError a part of a reply may be unread, so the connection must be closed.
 """
 
 import contextlib
@@ -129,7 +128,7 @@ class RespConnection:
             raise _lost(self.address, error) from error
 
     def reply(self, deadline: Deadline, *, ahead: int = _LINE_BYTES) -> bytes:
-        """One reply line, such as b"+OK", b":1" or b"$-1". ReplyError if it is an error.
+        """One reply line, such as b"+OK", b":1" or b"$-1". Raises ReplyError for an error.
 
         At most `ahead` bytes are read at once: what is read beyond the line is copied later.
         """
@@ -215,7 +214,8 @@ class RespConnection:
             except ReplyError as error:
                 who = f"user {address.user!r}" if address.user else "the default user"
                 raise AuthError(f"{address} refused the password of {who}") from error
-        # PING only shows whether a password is needed: a Sentinel does not know SELECT.
+        # Without a database, PING shows whether a password is needed. SELECT would too, but a
+        # Sentinel does not know it.
         words = (b"SELECT", b"%d" % address.db) if address.db else (b"PING",)
         self.send([command(*words)], deadline)
         try:
