@@ -49,7 +49,7 @@ class KvEventsConfig:
     """Batches kept for replay; older ones are replaced by a snapshot."""
 
     hwm: int = 100_000
-    """Batches kept for a slow subscriber; it misses further ones."""
+    """Batches queued for a slow subscriber; further batches are dropped for it."""
 
     topic: str = ""
 

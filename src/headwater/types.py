@@ -40,8 +40,8 @@ class LinkRate(NamedTuple):
     latency_s: float
     block_s: float
     num_parallel: int = 1
-    """Jobs that it carries at once. The measured times are those of jobs that ran together with
-    others."""
+    """Number of jobs that the link carries at once. The times above were measured while other
+    jobs ran too."""
 
     def job_s(self, num_blocks: float, num_queued: float) -> float:
         """Expected seconds of a job of `num_blocks`, after `num_queued` blocks of others."""

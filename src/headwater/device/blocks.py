@@ -13,7 +13,7 @@ class DeviceBlocks:
         self.block_bytes = pool.block_bytes
 
     def mark_written(self, slots: Slots) -> None:
-        """A link or copy wrote to `slots`. Called from the loop's thread."""
+        """Record that a link or copy wrote to `slots`. Called from the loop's thread."""
         self._pool.mark_written(slots)
 
 

@@ -77,7 +77,7 @@ class ContiguousKV:
         *,
         shared_blocks: int = 0,
     ) -> tuple[Rows, int]:
-        """A buffer for each sequence with its KV up to this step's token, and the end of the
+        """A buffer for each sequence with its KV before this step's token, and the end of the
         used buffers.
 
         `tables` is padded to one width. Buffers of sequences that are not given are released.

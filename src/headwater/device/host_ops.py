@@ -29,7 +29,8 @@ class HostOps(Protocol):
     def own_scores(
         self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
     ) -> None:
-        """Products of queries with the keys of their buffer, and -infinity for hidden keys.
+        """Write to `scores` the products of queries with the keys of their buffer, and
+        -infinity for hidden keys.
 
         `query` is `[heads, queries, head_dim]` with a head for each buffer and KV head, `keys`
         `[heads, span, head_dim]`, `scores` `[heads, queries, span]`.

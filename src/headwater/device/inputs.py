@@ -29,7 +29,7 @@ class StepInputs:
 
     positions: Tensor
     logits_at: Tensor
-    """Last token of each sampled row; only the first token if no row is sampled."""
+    """Index of the last token of each sampled row; 0 alone if no row is sampled."""
 
     attention: SdpaStep
 

@@ -120,8 +120,8 @@ class KVPool:
         return torch.from_numpy(rows).to(self.device)
 
     def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store these `tokens` of `[…, kv_heads, head_dim]` of one layer at its `rows`,
-        `[planes, tokens]`."""
+        """Store K and V of `tokens` in one layer. `keys` and `values` are `[…, kv_heads,
+        head_dim]`; `rows`, `[planes, tokens]`, are the tokens' rows in the layer."""
         for plane, source in zip(rows, (keys, values), strict=False):
             self.ops.scatter(source, tokens, plane, self._token_rows)
 

@@ -102,7 +102,7 @@ class TorchRunner:
             self.compute(batch, batch.tokens)
 
     def prepare(self, phase: WarmPhase) -> None:
-        """Nothing is prepared on a CPU."""
+        """Nothing to do: a CPU needs no preparation."""
 
     def collect(self) -> StepResult:
         """The result of the oldest step in flight."""

@@ -192,8 +192,7 @@ class EngineLives:
         )
 
     def _follow_weights(self, info: EngineInfo) -> None:
-        """The engine serves other weights now; the next engine and new workers serve them
-        too."""
+        """Let the next engine and new workers serve the weights that the engine has loaded."""
         if self.up is not None:
             self.engine_config = replace(self.engine_config, model=info.model_dir)
             self.up = msgspec.structs.replace(self.up, info=info)

@@ -176,7 +176,7 @@ class HttpWorkers:
             del self._children[name]
 
     def _accepting(self, session: WorkerSession) -> None:
-        """A new worker can be called."""
+        """Mark a new worker as ready for calls, and connect it to the engine."""
         session.is_accepting = True
         session.connecting = asyncio.create_task(self._connect(session))
 

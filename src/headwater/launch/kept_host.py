@@ -94,8 +94,8 @@ class HostRecorder:
             self._directory.apply(changes, self._cache.scheme, now=self._clock.now())
 
     def before_copies(self, plans: Sequence[Plan]) -> None:
-        """Copies are about to begin. Earlier arrivals are recorded first, because a slot may be
-        evicted and written again in the same turn."""
+        """Empty the records of the host slots that copies are about to write. Earlier arrivals
+        are recorded first, because a slot may be evicted and written again in the same turn."""
         self.record()
         for plan in plans:
             if isinstance(plan, TransferJob) and plan.target is Tier.HOST:
@@ -140,7 +140,7 @@ def _joined(namespace: Namespace, before: int | None, run: list[SlotRecord]) -> 
 
 
 def _with_ages(runs: list[AdoptedRun]) -> list[AdoptedRun]:
-    """A run is as young as the youngest run after it, because both were used together."""
+    """The runs, each as young as the youngest run after it, because both were used together."""
     ages = [run.used_s for run in runs]
     for number in range(len(runs) - 1, -1, -1):
         before = runs[number].before

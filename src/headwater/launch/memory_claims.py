@@ -47,7 +47,7 @@ class Claim:
         os.write(file, b"%d" % num_bytes)
 
     def withdraw(self) -> None:
-        """The memory is allocated, or will not be. Calling it twice is safe."""
+        """End the claim: the memory is allocated, or will not be. Calling it twice is safe."""
         self._end()
 
 

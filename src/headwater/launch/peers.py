@@ -88,7 +88,8 @@ def _device_blocks(host: HostMemory) -> tuple[Memory, DeviceMemory | None]:
 
 
 def _check_mapping(link: str, memory: Memory) -> None:
-    """With `auto`, an instance whose blocks cannot be mapped sends them by `tcp`."""
+    """Raise ConfigError if the link `cuda` was requested and blocks cannot be mapped. With
+    `auto`, such an instance sends them by `tcp`."""
     if link == "cuda" and isinstance(memory, DeviceMemory) and memory.file is None:
         raise ConfigError(
             "peers cannot map the KV blocks of this GPU (the log says why); use "

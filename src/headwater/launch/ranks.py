@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headwater.device.parallel.runner import ParallelRunner
 
 LOG_FORMAT_VARIABLE = "HEADWATER_ENGINE_LOG_FORMAT"
-"""Log format of the ranks of this engine; set by the engine process."""
+"""Environment variable with the log format for ranks; the engine process sets it."""
 
 _LOAD_TIMEOUT_S = 3600.0
 """Longest time for every rank to read its weights. A rank that dies is noticed at once."""

@@ -23,7 +23,8 @@ _DIGITS = 4
 
 
 def load_weights(name: str) -> Weights | None:
-    """`none`, the `shipped` weights, or those in the file of that name."""
+    """The weights in the file `name`; for `shipped` those that come with Headwater, for `none`
+    None."""
     if name == "none":
         return None
     try:

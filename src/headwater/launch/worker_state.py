@@ -99,12 +99,13 @@ class WorkerSession:
         return self._channel
 
     def attach(self, channel: ProcessChannel) -> None:
-        """The worker is connected."""
+        """Add the worker, which is connected by `channel` now."""
         self._channel = channel
         self._state.workers[self.name] = self
 
     def detach(self) -> None:
-        """The worker is gone: end everything that it held. Its counts stay."""
+        """Remove the worker, which has ended, and release everything that it held. Its counts
+        stay."""
         self._state.workers.pop(self.name, None)
         for name in self._keys.elements():
             self._state.key_limits.end(name)

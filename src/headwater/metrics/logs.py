@@ -47,5 +47,5 @@ def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
 
 
 def log_record(record: RequestRecord) -> None:
-    """A line for a sequence that ended, if lines are JSON."""
+    """Write a line for a sequence that ended, if lines are JSON."""
     _requests.info("request ended", extra={"ledger": record.as_log()})

@@ -120,7 +120,8 @@ def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | 
 
 
 def _quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> float:
-    """Observations are assumed to be evenly distributed within their bucket."""
+    """The value below which `share` of the observations are. They are assumed to be evenly
+    distributed within their bucket."""
     left = share * sum(counts)
     for place, count in enumerate(counts):
         if count and left <= count:

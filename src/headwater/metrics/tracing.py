@@ -48,7 +48,7 @@ class SpanExporter:
         self._model = model
 
     def record(self, record: RequestRecord) -> None:
-        """The spans of a sequence that ended."""
+        """Send the spans of a sequence that ended."""
         from opentelemetry.trace import set_span_in_context
 
         start_s = record.start_unix_s

@@ -50,12 +50,12 @@ class KeyLookups:
         return batch
 
     def start(self, job: JobId, keys: Iterable[bytes]) -> None:
-        """`job` looks up these keys."""
+        """Note that `job` looks up these keys."""
         self._asked[job] = list(keys)
 
     def finish(self, job: JobId, found: tuple[int, ...]) -> bool:
-        """`job` ended; `found` is empty if it failed. Returns False if it is not a lookup of
-        this object."""
+        """Record the answers of `job`; `found` is empty if it failed. Returns False if `job` is
+        not a lookup of this object."""
         keys = self._asked.pop(job, None)
         if keys is None:
             return False
@@ -68,13 +68,13 @@ class KeyLookups:
         return True
 
     def mark_absent(self, keys: Iterable[bytes]) -> None:
-        """These blocks could not be read: they are absent for all living requests."""
+        """Record that blocks could not be read: they are absent for all living requests."""
         for key in keys:
             if key in self._answers:
                 self._answers[key].present = False
 
     def forget(self, request: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended, and answers that no other request needs."""
         for key in self._keys.pop(request, ()):
             answer = self._answers[key]
             answer.requests.discard(request)

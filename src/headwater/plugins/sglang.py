@@ -40,7 +40,7 @@ _NOT_OURS = {
     "prefetch_timeout_base",
     "prefetch_timeout_per_ki_token",
 }
-"""Fields of the same object that SGLang itself reads."""
+"""Fields of `hicache-storage-backend-extra-config` that SGLang itself reads."""
 
 
 class HeadwaterHiCache(HiCacheStorage):
@@ -240,7 +240,7 @@ class HeadwaterHiCache(HiCacheStorage):
         return self._pages([one is not BlockWrite.REFUSED for one in outcomes], len(keys))
 
     def _pages(self, good: list[bool], num_pages: int) -> list[bool]:
-        """A page is good if all its pieces are."""
+        """For each page, whether all its pieces are good."""
         good = good + [False] * (num_pages * self._pieces - len(good))
         per = self._pieces
         return [all(good[page * per : (page + 1) * per]) for page in range(num_pages)]

@@ -84,7 +84,8 @@ class StagedStorage(ForwardingStorage):
             self._free.append(number)
 
     def _give_back_later(self, number: int, quiet: Event | None) -> None:
-        """The lost call may still write: wait for its end in a separate thread."""
+        """Free a buffer when the lost call that may still write to it has ended. Waits in a
+        separate thread."""
         if quiet is None or quiet.is_set():
             self._give_back(number)
             return

@@ -125,7 +125,7 @@ class PrefixUses:
         return len(self._uses)
 
     def record(self, path: Sequence[Hashable]) -> None:
-        """A request with the blocks of `path` has finished."""
+        """Record that a request with the blocks of `path` has finished."""
         before: _Use | None = None
         for key in path:
             use = self._uses.get(key)

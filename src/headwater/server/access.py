@@ -140,7 +140,8 @@ class AccessPolicy:
         return Access(caller=_caller_of(key), key=key)
 
     def _check_registration(self) -> Access:
-        """An API key does not register instances: only the peer token does."""
+        """Refuse a registration without the peer token, unless `is_insecure`. An API key is not
+        sufficient."""
         if not self._is_insecure:
             raise RequestRefused(
                 "the peer token is missing or wrong; start instance and router with the same "

@@ -78,7 +78,7 @@ class ConnectionGuard:
             self._open.move_to_end(connection)
 
     def remove(self, connection: "GuardedProtocol") -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         if connection in self._open:
             del self._open[connection]
             self.counts.add(connection.address, -1)

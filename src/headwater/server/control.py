@@ -177,7 +177,7 @@ async def _resume(call: ControlRequest, body: NoFields) -> ControlDone:
 
 
 async def _abort(call: ControlRequest, body: AbortRequest) -> Aborted:
-    """An admin may abort any request, other callers only their own."""
+    """Abort requests. An admin may abort any request, other callers only their own."""
     service = call.service
     if body.request_ids is None and not body.abort_all:
         raise RequestRefused("send request_ids or abort_all: true", param="request_ids")
@@ -190,8 +190,8 @@ async def _abort(call: ControlRequest, body: AbortRequest) -> Aborted:
 
 
 async def _reload(call: ControlRequest, body: ReloadRequest) -> ReloadAnswer:
-    """The engine stops admitting, waits until nothing runs, and reads the weights. Requests that
-    wait meanwhile are served with the new weights. A failure changes nothing."""
+    """Reload the weights: the engine stops admitting, waits until nothing runs, and reads them.
+    Requests that wait meanwhile are served with the new weights. A failure changes nothing."""
     service = call.service
     folder = _reload_folder(service, body.model)
     before = service.engine.info.fingerprint

@@ -34,7 +34,7 @@ class Conversation:
     tools: ToolUse = field(default_factory=ToolUse)
     structured: StructuredOutput | None = None
     structured_param: str = "response_format"
-    """The field that an error about `structured` names."""
+    """The name of the request field that defines `structured`, for an error about it."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
@@ -66,7 +66,7 @@ async def prepare(
 
 
 def _prompt(service: Service, conversation: Conversation) -> tuple[ConversationPrompt, str]:
-    """The prompt, and the field that an error about its grammar names."""
+    """The prompt, and the name of the request field that defines its grammar, for an error."""
     tools = conversation.tools
     _check(service, conversation)
     text = service.tokenizer.chat_text(

@@ -78,8 +78,8 @@ class ReplyFormat(Protocol):
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
         """The events of one delta; empty if the delta adds nothing visible.
 
-        When a stream is continued here, it is also called for the existing output, and its
-        result is dropped: the call only updates the state of the format.
+        When a stream is continued here, this method is also called for the existing output, and
+        its result is dropped: the call only updates the state of the format.
         """
 
     def usage_event(self, usage: UsageAnswer) -> Struct:

@@ -94,7 +94,7 @@ class KeyLimits:
         return None
 
     def end(self, name: str) -> None:
-        """A request of the key `name` that was counted has ended."""
+        """Stop counting a request of the key `name` that has ended."""
         self._usage[name].num_running -= 1
 
     @asynccontextmanager

@@ -302,7 +302,7 @@ def structured_output(body: Sampling) -> StructuredOutput | None:
 
 
 def constraint_param(body: Sampling) -> str:
-    """The field that an error about the grammar names."""
+    """The name of the request field that defines the grammar, for an error about it."""
     if body.structured_outputs is not None:
         return "structured_outputs"
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):

@@ -71,8 +71,8 @@ class SharedState(Protocol):
         """Tell all workers the result of the last heartbeat to a router."""
 
     def note_pause(self, *, is_paused: bool) -> None:
-        """An operator paused or resumed the engine; the next engine starts in the same
-        state."""
+        """Record that an operator paused or resumed the engine, so that the next engine starts
+        in the same state."""
 
 
 class LocalWorker(Protocol):

@@ -98,7 +98,8 @@ class _Worker:
         self._lock = threading.Lock()
 
     def ask(self, task: bytes, body: bytes, limit: int) -> bytes:
-        """Send a body and wait for the result. OSError or EOFError when the worker died."""
+        """Send a body and wait for the result. Raises OSError or EOFError when the worker
+        died."""
         process = self._started()
         source, sink = process.stdout, process.stdin
         assert source is not None, "the process has pipes"

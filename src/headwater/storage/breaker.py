@@ -100,7 +100,7 @@ class Breaker:
             return True
 
     def succeed(self, kind: str = "call", num_hung: int = 0) -> None:
-        """A call succeeded in time. Failures are counted for each `kind` of call, so that
+        """Record that a call succeeded in time. Failures are counted for each `kind`, so that
         successful lookups do not hide failing reads. `num_hung` calls of the kind have passed
         their deadline and still run: they stay failures."""
         with self._lock:
@@ -115,7 +115,7 @@ class Breaker:
                 )
 
     def fail(self, kind: str = "call", reason: str = "error") -> None:
-        """A call failed, or did not end in time; `reason` is for the log line."""
+        """Record that a call failed, or did not end in time; `reason` is for the log line."""
         with self._lock:
             self._reason = reason
             self._failures[kind] += 1

@@ -41,7 +41,7 @@ class Host(Protocol):
 
     @property
     def post(self) -> Post:
-        """Puts an event into its loop's inbox."""
+        """Puts an event into the inbox of the instance's loop."""
 
 
 @dataclass(eq=False)
@@ -120,13 +120,13 @@ class HeldFabric:
         """Bytes written since the start."""
 
     def enter(self, host: Host, link: str) -> None:
-        """`host` is connected from now on, and receives blocks at the address `link`."""
+        """Connect `host`, which receives blocks at the address `link`."""
         self._hosts[host.name] = host
         self._addresses[link] = host.name
         self._leases[link] = {}
 
     def crash(self, name: str) -> None:
-        """`name` is gone, with its connections. Bytes that it sent may still be in transit."""
+        """Remove a host and its connections. Bytes that it sent may still be in transit."""
         host = self._hosts.pop(name)
         for transfer in self.transfers:
             if transfer.source == name:
@@ -238,7 +238,7 @@ class HeldFabric:
             self.refuse(source, push, PushFailure.UNREACHABLE)
 
     def extend(self, source: str, link: str, lease: int, deadline_s: float) -> None:
-        """Pushes of `lease` that have not ended may take until `deadline_s`."""
+        """Extend the deadline of the pushes of `lease` that have not ended to `deadline_s`."""
         for transfer in self.transfers:
             mine = (transfer.source, transfer.target, transfer.push.lease)
             if mine == (source, link, lease):
@@ -269,7 +269,7 @@ class HeldFabric:
             self.fence(link, number)
 
     def open_lease(self, link: str, number: int, slots: Sequence[int]) -> None:
-        """Bytes of lease `number` may be written to `slots`."""
+        """Allow bytes of lease `number` to be written to `slots`."""
         self._leases[link][number] = FabricLease(slots)
 
     def fence(self, link: str, number: int) -> None:

@@ -90,7 +90,7 @@ class FaultyStorage:
         self._released.set()
 
     def revive(self) -> None:
-        """A backend that died is back."""
+        """Let a backend that died work again."""
         self._dead = False
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:

@@ -35,7 +35,7 @@ class LinkMeter:
         self._last_s = 0.0
 
     def observe(self, num_blocks: int, busy_s: float, *, now: float) -> None:
-        """A job of `num_blocks` took `busy_s`."""
+        """Add the observation that a job of `num_blocks` took `busy_s`."""
         self._count = self._count * _MEMORY + 1
         self._blocks = self._blocks * _MEMORY + num_blocks
         self._seconds = self._seconds * _MEMORY + busy_s

@@ -76,7 +76,7 @@ class SlotDirectory:
         self._shape = shape
 
     def invalidate(self, slots: Slots) -> None:
-        """The bytes of `slots` are about to change: empty their records."""
+        """Empty the records of `slots`, because their bytes are about to change."""
         self._records["is_whole"][slots] = 0
 
     def apply(self, changes: Iterable[HostChange], scheme: KeyScheme, *, now: float) -> None:

@@ -24,7 +24,7 @@ class Arrival:
         self._ended = False
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """The next group is queued on `stream`. Called by the copier."""
+        """Record that the next group is queued on `stream`. Called by the copier."""
         event = torch.cuda.Event()
         event.record(stream)
         with self._changed:
@@ -32,7 +32,7 @@ class Arrival:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """No more layers follow: the copy is complete or has failed."""
+        """Record that no more layers follow: the copy is complete or has failed."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -58,13 +58,13 @@ class Arrivals:
         self._by_job: dict[JobId, Arrival] = {}
 
     def expect(self, job: JobId, num_groups: int) -> Arrival:
-        """A load begins. Called by the loop's thread."""
+        """Register a load that begins. Called by the loop's thread."""
         arrival = Arrival(self._num_layers, num_groups)
         self._by_job[job] = arrival
         return arrival
 
     def forget(self, job: JobId) -> None:
-        """A load has ended: streams do not wait for it any more."""
+        """Forget a load that has ended: streams do not wait for it any more."""
         self._by_job.pop(job, None)
 
     def of(self, jobs: Iterable[JobId]) -> list[Arrival]:

@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
     """Work of the model that must end before the copy."""
 
     arrival: Arrival | None = None
-    """Is told which layers of a load have arrived; None for an offload."""
+    """Records which layers of a load have arrived; None for an offload."""
 
 
 class CudaCopier:

@@ -75,7 +75,7 @@ class CompilationCounter:
         knobs.runtime.jit_post_compile_hook = self._note
 
     def mark_ready(self) -> None:
-        """All kernels that requests need should be compiled now."""
+        """Log kernels that are compiled from now on: all that requests need should exist."""
         self._is_ready = True
 
     def _note(self, *args: Any, **details: Any) -> Any:  # noqa: ANN401 -- Triton's

@@ -106,8 +106,8 @@ def add_linear(
     ranks: RankSum | None = None,
 ) -> None:
     """Add `x @ weight.T` to `hidden` in place: normalised if `norm` is given, otherwise
-    multiplied by `scale`. With `ranks`, each has a part of the inputs, and the sum of all parts
-    is added."""
+    multiplied by `scale`. With `ranks`, each rank has a part of the inputs, and the sum of
+    their results is added."""
     if norm is not None:
         result = product(x, weight)
         if bias is not None:

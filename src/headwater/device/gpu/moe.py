@@ -63,7 +63,7 @@ def add_moe(
     ranks: RankSum | None = None,
 ) -> None:
     """Add the experts' results for normalised rows of `hidden` to `hidden` in place. With
-    `ranks`, each has a part of every expert, and the sum of all parts is added."""
+    `ranks`, each rank has a part of every expert, and the sum of their results is added."""
     for part in hidden.split(MAX_GEMM_ROWS):
         if ranks is None:
             _add(block, part, part, norm, is_eager=is_eager)

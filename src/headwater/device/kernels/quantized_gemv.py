@@ -90,8 +90,8 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
           GROUPED: tl.constexpr, ZEROS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
           ADDED: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr,
           EARLY: tl.constexpr):  # fmt: skip
-    """`EACH` lines of the weight, `N` at a time, each in `WIDTH` words of 64 bits, some of which
-    may not exist."""
+    """Compute the products with `EACH` lines of the weight, `N` at a time. A line has at most
+    `WIDTH` words of 64 bits."""
     start_early(EARLY)
     codes: tl.constexpr = 16 if INT4 else 8
     words: tl.constexpr = SIZE // codes

@@ -49,6 +49,6 @@ def await_filled(ring, use):
 
 @gluon.jit
 def leave(ring, use):
-    """One reader has finished with the buffer of a use."""
+    """Report that one reader has finished with the buffer of a use."""
     number: gl.constexpr = ring.buffers.type.shape[0]
     mbarrier.arrive(ring.empty.index(use % number), count=1)

@@ -64,7 +64,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def norm_columns(x: Tensor, weight: Tensor, epsilon: float) -> None:
-    """The norm in place, for an `x` that consists of some columns of a wider tensor."""
+    """Apply `norm` in place, to an `x` that consists of some columns of a wider tensor."""
     _launch_norm(x, weight, epsilon, x)
 
 

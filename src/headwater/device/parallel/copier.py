@@ -41,7 +41,8 @@ class _SharedCopy:
         self.busy_s = 0.0
 
     def end_one(self, is_done: bool, busy_s: float) -> JobCompletion | None:
-        """One rank has finished its part; the last one ends the whole copy."""
+        """Record that one rank has finished its part. Returns the completion of the whole copy
+        when the last one has finished."""
         self.num_left -= 1
         self.is_done &= is_done
         self.busy_s = max(self.busy_s, busy_s)
@@ -85,7 +86,7 @@ class RankCopies:
         return serial
 
     def end_one(self, serial: int, is_done: bool, busy_s: float) -> None:
-        """A rank has finished its part. Any thread may call it."""
+        """Record that a rank has finished its part. Any thread may call it."""
         with self._lock:
             copy = self._begun[serial]
             ended = copy.end_one(is_done, busy_s)
@@ -106,7 +107,7 @@ class RankedBlocks(DeviceBlocks):
         self._ranks = ranks
 
     def mark_written(self, slots: Slots) -> None:
-        """A link or copy wrote to `slots`, on every rank."""
+        """Record on every rank that a link or copy wrote to `slots`."""
         super().mark_written(slots)
         numbers = np.ascontiguousarray(slots, dtype=np.int64)
         self._ranks.tell(RankMessage.MARK, numbers.data.cast("B"))

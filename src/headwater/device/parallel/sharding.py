@@ -221,8 +221,8 @@ def _set_head_counts(attention: Any, heads: int, kv_heads: int) -> None:  # noqa
 
 
 def _split_norm(attention: Any, name: str, mine: Range, size: int, *, copies: int) -> None:  # noqa: ANN401 - as above
-    """A norm of single heads is unchanged; one with weights per head is cut; one over all heads
-    is summed."""
+    """Split a norm. A norm of single heads is unchanged; the weights of a norm per head are
+    cut; a norm over all heads becomes a sum over ranks."""
     norm = getattr(attention, name, None)
     weight = getattr(norm, "weight", None)
     if norm is None or not isinstance(weight, Tensor) or weight.shape == (size,):

@@ -128,7 +128,7 @@ class StepUnpacker:
         )
 
     def _note(self, numbers: list[int], widths: list[int], sent: Ints32) -> None:
-        """Names and tables of the rows of this step."""
+        """Store the names and tables of the rows of this step."""
         if not len(sent) and numbers == self._numbers:
             return
         known = dict(zip(self._numbers, self._tables, strict=True))

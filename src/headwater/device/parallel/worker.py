@@ -164,7 +164,7 @@ class RankWorker:
         self._answer(RankMessage.MAPPED)
 
     def _copied(self, completion: JobCompletion) -> None:
-        """Called from a copier's thread."""
+        """Report the end of a copy to rank 0. Called from a copier's thread."""
         self._answer(RankMessage.COPIED, pack_copied(completion))
 
     def _answer(self, kind: RankMessage, payload: bytes = b"") -> None:

@@ -155,7 +155,8 @@ class HostTier:
         return max(min(max(end, base), base + room), in_host) - start
 
     def load(self, name: str, hashes: list[bytes], start: int, block_ids: list[int]) -> None:
-        """vLLM has `block_ids` for the blocks from `start` to the end of `hashes`: fill them."""
+        """Order to fill `block_ids`, which vLLM has for the blocks of `hashes` from `start`
+        on."""
         request = self._request(name)
         path = self._path(request, hashes)
         self._release(request)
@@ -182,7 +183,8 @@ class HostTier:
         )
 
     def save(self, name: str, hashes: list[bytes], block_ids: list[int]) -> None:
-        """After this step the blocks of `hashes` are computed, in `block_ids`: save new ones."""
+        """Order to save new blocks: after this step those of `hashes` are computed, in
+        `block_ids`."""
         request = self._request(name)
         if request.loading is not None or len(hashes) <= request.num_saved:
             return
@@ -206,7 +208,7 @@ class HostTier:
         return 0 if request is None else request.num_saved
 
     def finish(self, name: str, prompt_tokens: int, output_tokens: int) -> None:
-        """vLLM has finished or aborted the request."""
+        """Note that vLLM has finished or aborted the request."""
         request = self._requests.get(name)
         if request is not None:
             request.finished = FinishedRequest(prompt_tokens, output_tokens)
@@ -308,7 +310,7 @@ class HostTier:
         self._settle(load.request)
 
     def _commit_loaded(self, load: _Load, num_blocks: int) -> None:
-        """Blocks that were read become findable; the load keeps the other slots."""
+        """Make the blocks that were read findable; the load keeps the other slots."""
         lease = load.request.lease
         if not num_blocks or lease is None or lease.num_blocks != load.start:
             return

@@ -164,7 +164,7 @@ class HeadwaterTier(SecondaryTierManager):
         return bool(can_write or self._finished or len(self._running) > len(self._lost))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Uses count when their request finishes."""
+        """Nothing to do: uses count when their request finishes."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         for path in group_paths(req_context).values():

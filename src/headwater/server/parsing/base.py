@@ -253,7 +253,7 @@ def named_call(name: str, arguments: str, *, call_id: str = "") -> ToolCall | No
 
 
 def openai_id(random_hex: str) -> str:
-    """The usual format of a call's id."""
+    """A call id in OpenAI's format."""
     return "call_" + random_hex[:24]
 
 

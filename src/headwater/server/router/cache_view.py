@@ -28,7 +28,7 @@ class EventBatchResult(Enum):
     """The batch was applied before."""
 
     GAP = auto()
-    """Batches before it are missing. It was not applied; the view is degraded."""
+    """Batches before this one are missing. This batch was not applied; the view is degraded."""
 
 
 class BlockView:
@@ -75,7 +75,7 @@ class BlockView:
             self.trust = Trust.DEGRADED
 
     def confirm(self) -> None:
-        """A replay ended: every batch up to now is applied."""
+        """Mark the view as exact: a replay has ended, and every batch up to now is applied."""
         if self.next:
             self.trust = Trust.EXACT
 

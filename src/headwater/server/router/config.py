@@ -36,12 +36,13 @@ class RouterConfig:
     """Interval between heartbeats of an instance."""
 
     stale_s: float = 5.0
-    """Without a sign of life for this time an instance gets no new requests. A busy machine may
-    delay a few heartbeats; a killed instance is noticed earlier, by its closed connections."""
+    """An instance that sends neither a heartbeat nor output for this time gets no new requests.
+    A busy machine may delay a few heartbeats; a killed instance is noticed earlier, by its
+    closed connections."""
 
     forget_s: float = 15.0
-    """Without a sign of life for this time an instance is removed, and its requests continue
-    elsewhere."""
+    """An instance that sends neither a heartbeat nor output for this time is removed, and its
+    requests continue on others."""
 
     sweep_s: float = 0.25
     """Interval of checks for overdue heartbeats."""

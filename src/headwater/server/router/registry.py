@@ -62,7 +62,7 @@ class Registry:
 
     @property
     def num_groups(self) -> int:
-        """Groups with at least one registered instance."""
+        """Number of groups with at least one registered instance."""
         return len({entry.group for entry in self._instances.values()})
 
     def ready(self, roles: Collection[str]) -> list[Instance]:
@@ -141,8 +141,8 @@ class Registry:
         return expired
 
     def _forgive_own_pause(self) -> None:
-        """A router that was stopped or had no processor could not receive heartbeats. That time
-        does not count as silence of the instances."""
+        """Do not count the time in which the router was stopped or had no processor as silence
+        of the instances: it could not receive heartbeats then."""
         now = self._clock.now()
         paused_s = now - self._swept_s - self._config.sweep_s
         if paused_s > self._config.heartbeat_s:

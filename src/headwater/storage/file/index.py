@@ -98,7 +98,7 @@ class SlotIndex:
                     self._their_keys[id(slab), slot] = entry.key
 
     def unlearn(self, slab: Slab) -> None:
-        """Another process's slab is gone, or belongs to us now."""
+        """Forget a slab of another process that is gone, or that belongs to us now."""
         with self._lock:
             for slot in range(slab.geometry.num_slots):
                 self._unlearn((id(slab), slot))

@@ -112,7 +112,7 @@ def _open(path: Path, flags: int, direct: bool) -> tuple[OpenFile, bool]:
 
 
 def _direct_works(file: OpenFile) -> bool:
-    """Some file systems accept the flag but then refuse reads."""
+    """Whether direct reads work: some file systems accept the flag but then refuse reads."""
     with mmap.mmap(-1, PAGE_BYTES) as page:
         try:
             os.preadv(file.fd, [page], 0)

@@ -247,8 +247,8 @@ class MooncakeStorage:
         return BlockRead.READ
 
     def _failed(self, key: BlockKey) -> BlockRead:
-        """A block that exists but could not be moved: it has another size or is on a dead
-        machine."""
+        """The result for a block that exists but could not be read: it has another size or is
+        on a dead machine."""
         there = self._store.get_size(self._name(key))
         if there >= 0 and there != HEADER_BYTES + self._form.block_bytes:
             self._counters.count_failure("bad_length")

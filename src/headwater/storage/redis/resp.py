@@ -44,7 +44,8 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """redis://[user:password@]host[:port][/db], or rediss:// for TLS."""
+        """The address in a URL: redis://[user:password@]host[:port][/db], or rediss:// for
+        TLS."""
         try:
             parts = urlsplit(url)
         except ValueError as error:
@@ -186,7 +187,7 @@ class RespConnection:
         return int(line[1:])
 
     def fill(self, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """The next bytes, until every view is full."""
+        """Read bytes until every view is full."""
         left = list(views)
         while left and self._start < self._end:
             have = min(self._end - self._start, len(left[0]))
