@@ -70,7 +70,7 @@ def test_a_wrong_password_gets_a_message_at_start(own_server: RedisServer) -> No
     assert "guess" not in str(caught.value)
     with pytest.raises(ConfigError, match="refused the password of the default user"):
         open_redis(url_of(own_server, ":guess"))
-    with pytest.raises(ConfigError, match="wants a password"):
+    with pytest.raises(ConfigError, match="requires a password"):
         open_redis(own_server.url)
 
 

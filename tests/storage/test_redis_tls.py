@@ -98,15 +98,15 @@ def test_an_untrusted_certificate_gets_a_message_at_start(
     ours = {"tls_ca_file": authority.path("ca.pem")}
     cert, key = authority.issue("client")
     with pytest.raises(
-        ConfigError, match=r"(?i)certificate.required|want a client certificate"
+        ConfigError, match=r"(?i)certificate.required|require a client certificate"
     ):
         open_tls(url, **ours)
     other_cert, other_key = Authority(tmp_path, "other").issue("client")
-    with pytest.raises(ConfigError, match=r"(?i)unknown.ca|want a client certificate"):
+    with pytest.raises(ConfigError, match=r"(?i)unknown.ca|require a client certificate"):
         open_tls(url, **ours, tls_cert_file=other_cert, tls_key_file=other_key)
     with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
         open_tls(url, tls_cert_file=cert, tls_key_file=key)
-    with pytest.raises(ConfigError, match="wants a password"):
+    with pytest.raises(ConfigError, match="requires a password"):
         open_tls(
             f"rediss://{url.partition('@')[2]}", **ours, tls_cert_file=cert, tls_key_file=key
         )

@@ -131,7 +131,9 @@ class _Translated:
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):
-            reason = "its owner asks for consent: accept on its page, then set HF_TOKEN"
+            reason = (
+                "its owner requires consent: accept the terms on its page, then set HF_TOKEN"
+            )
         elif isinstance(error, errors.RevisionNotFoundError):
             reason = "there is no such revision"
         elif isinstance(error, errors.RepositoryNotFoundError):

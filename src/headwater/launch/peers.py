@@ -179,7 +179,7 @@ def _join_peers(
     )
     found = tuple(warning for warning in warnings if warning is not None)
     for warning in found:
-        log.warning("peers may not reach this instance: %s", warning)
+        log.warning("peers may be unable to reach this instance: %s", warning)
     return network.address, found
 
 

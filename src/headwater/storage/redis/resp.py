@@ -224,7 +224,7 @@ class RespConnection:
         except ReplyError as error:
             if "NOAUTH" in str(error):
                 raise AuthError(
-                    f"{address} wants a password; write redis://user:password@host"
+                    f"{address} requires a password; write redis://user:password@host"
                 ) from error
             if address.db:
                 raise
@@ -318,8 +318,8 @@ def _lost(address: Address, error: OSError) -> StorageError:
         address.tls and isinstance(error, ConnectionError)
     ):
         return StorageError(
-            f"{address} closed the TLS connection; it may want a client certificate of its own "
-            "authority (tls_cert_file, tls_key_file)"
+            f"{address} closed the TLS connection; it may require a client certificate of its "
+            "own authority (tls_cert_file, tls_key_file)"
         )
     return StorageError(f"{address}: {error}")
 
