@@ -27,8 +27,8 @@ _YIELD_S = 0.005
 """How long a connection is left to the other workers."""
 
 _MAX_TOGETHER = 64
-"""Connections that one worker alone accepts before the loop goes on: it must close those that made
-room for them."""
+"""Maximum number of connections that a single worker accepts in one turn of the event loop. The
+loop must then close the connections that were dropped to make room."""
 
 _RETRY_S = 1.0
 """Pause after an error, such as too many open files."""
@@ -44,7 +44,7 @@ class CountedConnection(asyncio.Protocol):
         raise NotImplementedError
 
     def ended(self) -> None:
-        """The connection ended before `connection_made`: it does not count any more."""
+        """Stop counting a connection that ended before `connection_made`."""
         raise NotImplementedError
 
 
