@@ -11,6 +11,7 @@ from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
+from headwater.device.open import open_copier
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Tier
@@ -111,3 +112,21 @@ def test_a_copy_releases_the_gil():
 
     assert not holds_interpreter(lambda: copier._copy(up))
     copier.close()
+
+
+def test_pages_are_made_for_the_host_tier_only():
+    """The pages of the host tier are allocated before blocks are written to them; staging buffers
+    of links are small and get theirs when they are used."""
+    model: Any = PoolShape(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
+    pool = KVPool(model, num_blocks=1, block_tokens=4)
+    slab = HostSlab(1, pool.num_bytes)
+
+    tier = open_copier(pool, slab, SystemClock())
+    links = open_copier(pool, slab, SystemClock(), for_links=True)
+    tier.close()
+    links.close()
+
+    assert isinstance(tier, CpuCopier)
+    assert isinstance(links, CpuCopier)
+    assert tier.pages is not None
+    assert links.pages is None

@@ -18,6 +18,7 @@ from headwater.clock import Clock
 from headwater.device.kv import KVPool
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.layout import KVLayout
+from headwater.transfer.pages import PageMaker
 from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import Report
 from headwater.types import Slots
@@ -37,8 +38,12 @@ processor."""
 class CpuCopier:
     """The `DeviceCopier` of a pool in main memory."""
 
-    def __init__(self, pool: KVPool, slab: HostSlab, clock: Clock) -> None:
+    def __init__(
+        self, pool: KVPool, slab: HostSlab, clock: Clock, *, makes_pages: bool = False
+    ) -> None:
+        """With `makes_pages`, a thread allocates the pages of the slab before they are used."""
         self._pool = pool
+        self.pages = PageMaker(slab.memory, clock) if makes_pages else None
         self._places: list[tuple[Bytes, Bytes]] = [(slab.rows, pool.blocks.numpy())]
         """Host and device memory by slot: what is copied for each block."""
         self._writes = pool.part is None or pool.part.is_written
@@ -66,6 +71,8 @@ class CpuCopier:
 
     def close(self) -> None:
         """End the threads after the copies that were started. Calling it twice is safe."""
+        if self.pages is not None:
+            self.pages.close()
         for queue in self._queues:
             queue.put(None)
         # A thread that frees torch's memory while the interpreter ends aborts the process.

@@ -177,7 +177,7 @@ def open_copier(
     """The copier between `pool` and `slab`; it tells `runner`, if given, about layers that have
     arrived. A slab `for_links` gets blocks of collected steps only."""
     if pool.device.type == "cpu":
-        return CpuCopier(pool, slab, clock)
+        return CpuCopier(pool, slab, clock, makes_pages=not for_links)
     from headwater.device.gpu.copier import CudaCopier
     from headwater.device.gpu.runner import CudaRunner
 

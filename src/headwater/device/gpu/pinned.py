@@ -8,7 +8,6 @@ own thread for the pieces it touches, and these are pinned next.
 All threads pre-fault pages without the lock; one thread at a time calls the driver.
 """
 
-import ctypes
 import logging
 from collections.abc import Iterable
 from threading import Condition, Event, Lock, Thread
@@ -18,6 +17,7 @@ import numpy as np
 from headwater.clock import Clock, SystemClock
 from headwater.device.gpu.runtime import Runtime
 from headwater.errors import DeviceError
+from headwater.transfer.pages import make_pages
 from headwater.transfer.slab import HostSlab
 from headwater.types import Slots
 
@@ -28,10 +28,6 @@ _NUM_THREADS = 8
 _REST_FACTOR = 4.0
 """After pinning a piece in the background, the thread pauses for this many times as long as the
 piece took."""
-
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14 and later. If it is refused, pinning allocates the
-pages."""
 
 
 class PinnedSlab:
@@ -122,7 +118,7 @@ class PinnedSlab:
     def _pin(self, piece: int) -> None:
         start, failed = self._start(piece), None
         size = min(self._piece_slots * self.slot_bytes, self._size - start)
-        _make_pages(self.base + start, size)
+        make_pages(self.base + start, size)  # if this is refused, pinning allocates them
         try:
             with self._driver:
                 began_s = self._clock.now()
@@ -141,9 +137,3 @@ class PinnedSlab:
 
     def _start(self, piece: int) -> int:
         return piece * self._piece_slots * self.slot_bytes
-
-
-def _make_pages(address: int, num_bytes: int) -> None:
-    """Let the system allocate the pages of this memory; its content stays."""
-    libc = ctypes.CDLL(None)
-    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE_WRITE)
