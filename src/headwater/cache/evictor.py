@@ -316,7 +316,8 @@ class Evictor:
             self._tree.forget(leaves)
 
     def _shrink(self, node: Node, reason: MissReason) -> None:
-        """Make `node` end with its last block that is in any tier."""
+        """Make `node` end with its last block that is in any tier; remove it if there is
+        none."""
         left = len(node.device)
         if node.num_stored or node.children or len(node.host):
             local, left = max(left, len(node.host)), node.covered()

@@ -27,7 +27,7 @@ from headwater.cache.write_queue import WriteQueue
 from headwater.types import EMPTY, JobId, Slots, Tier
 
 LearnStored = Callable[[TokenPath, int, float], None]
-"""Adds to the tree that storage has the first blocks of a path."""
+"""Records in the tree that storage has the first blocks of a path."""
 
 _LOST = {
     JobStatus.DAMAGED: MissReason.DAMAGED,
@@ -215,8 +215,7 @@ class JobFinisher:
                 self._host.mark_duplicate(segment.node)
 
     def _suspend_writes(self, record: JobRecord) -> None:
-        """A write that failed is not repeated at once: a broken tier must not keep the engine
-        busy."""
+        """Do not repeat a failed write at once: a broken tier must not keep the engine busy."""
         if not isinstance(record.plan, OffloadJob):
             return
         to_storage = record.plan.target is _STORAGE

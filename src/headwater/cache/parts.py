@@ -85,7 +85,7 @@ class CacheParts:
 
     @property
     def scheme(self) -> KeyScheme:
-        """How block keys are computed at present; another one after a reload of weights."""
+        """How block keys are computed; a reload of weights replaces it by another scheme."""
         return self._tree.scheme
 
     @property
@@ -121,7 +121,8 @@ class CacheParts:
         return () if self._events is None else self._events.take()
 
     def take_host_changes(self) -> list[HostChange]:
-        """Arrivals in host slots since the last call; none unless `record_host` is set."""
+        """Arrivals in host slots and removals of all host blocks since the last call, in order;
+        none unless `record_host` is set."""
         return [] if self._host_log is None else self._host_log.take()
 
     def snapshot_events(self) -> Sequence[CacheEvent]:

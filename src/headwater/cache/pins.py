@@ -138,7 +138,8 @@ class Pins:
             at = at.parent
 
     def expect(self, node: Node, until_s: float) -> None:
-        """The client says that the path that ends with `node` is used again before `until_s`."""
+        """Record that the client expects to use the path that ends with `node` again before
+        `until_s`."""
         at = node
         while at.parent is not None:
             at.expected_until_s = max(at.expected_until_s, until_s)

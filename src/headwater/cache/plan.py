@@ -196,8 +196,8 @@ class OffloadJob(TransferJob):
 class Lookup:
     """Ask storage how many leading blocks of each of several paths it has.
 
-    Its outcome is DONE with `found`: the number of leading blocks of each path. It holds no
-    slots.
+    If it succeeds, its outcome is DONE with `found`: the number of leading blocks of each path.
+    It holds no slots.
     """
 
     job: JobId
@@ -222,7 +222,7 @@ class Lookup:
 class Removal:
     """Remove every block of this deployment from storage.
 
-    Its outcome is DONE with the number of blocks removed. It holds no slots.
+    If it succeeds, its outcome is DONE with the number of blocks removed. It holds no slots.
     """
 
     job: JobId
@@ -267,7 +267,8 @@ class JobOutcome:
     job: JobId
     status: JobStatus
     num_blocks: int = 0
-    """For PARTIAL, DAMAGED and ABSENT: leading blocks that were copied completely."""
+    """For PARTIAL, DAMAGED and ABSENT: leading blocks that were copied completely. For a
+    removal: blocks removed."""
 
     found: tuple[int, ...] = ()
     """For a lookup: leading blocks that storage has, by path."""

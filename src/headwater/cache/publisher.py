@@ -105,7 +105,7 @@ class Publisher:
         return self._tree.add_child(parent, first, path, count, uid)
 
     def _append(self, parent: Node, first: bytes, path: TokenPath, slots: Slots) -> Node:
-        """Add blocks that are not in the tree after `parent`, which this lease pins."""
+        """Add blocks, which are not in the tree yet, after `parent`, which this lease pins."""
         count = len(slots)
         if _can_extend(parent, count):
             self._extend(parent, path, slots)

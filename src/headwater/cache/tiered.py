@@ -36,7 +36,7 @@ _HELD = SlotState.HELD
 class TieredCache(CacheParts):
     """A prefix tree over device, host and storage, with the slots of both pools.
 
-    Life of a device block, and the only ways to change it:
+    Life of a device block that a sequence fills:
 
         free --take--> held --commit--> cached --eviction, inside take--> free
                        held --free, release--> free
@@ -91,7 +91,8 @@ class TieredCache(CacheParts):
         """Pin the device part of `match` until it is released, or until `expires_s`.
 
         A match that is not current is repeated first, so a lease never refers to blocks that
-        were evicted meanwhile. With `counted` the match counts as a hit in the statistics.
+        were evicted meanwhile. With `counted` the match counts in the statistics of hits and
+        misses.
         """
         tree, version = match.version
         if version != self._tree.version or tree is not self._tree:
@@ -117,7 +118,8 @@ class TieredCache(CacheParts):
         return self._evictor.take_device(count, _HELD)
 
     def refresh(self, match: Match, *, now: float) -> None:
-        """A waiting request will use `match`: it becomes the most recently used in every tier."""
+        """A waiting request will use `match`: its path becomes the most recently used in every
+        tier."""
         if match.nodes:
             self._pins.refresh(match.nodes[-1], now=now)
             self._residency.touch_host(match.nodes[-1], now=now)

@@ -222,7 +222,8 @@ class WriteQueue:
             self._to_host.setdefault(node, False)
 
     def add_released(self, node: Node, now: float) -> None:
-        """A request that used the path to `node` ended, and its blocks may be evicted soon."""
+        """Queue the path to `node`: a request that used it ended, and its blocks may be evicted
+        soon."""
         queue = self._to_host
         fills = self.through and self._host.pool.num_free > 0
         at: Node | None = node
@@ -235,7 +236,8 @@ class WriteQueue:
             at = at.parent
 
     def record_hit(self, node: Node) -> None:
-        """A request found the path that ends with `node`."""
+        """Count a hit on the path that ends with `node`, and queue the path if the policy says
+        so."""
         if not self._enabled:
             return
         selective = self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE
@@ -262,8 +264,8 @@ class WriteQueue:
         return self._to_storage.pop()
 
     def end_job(self, node: Node, *, written_s: float | None = None) -> None:
-        """A job of `node` ended, so that it can be written to storage. `written_s` is the time if
-        the job wrote blocks to the host."""
+        """Let `node` be written to storage, now that a job of it has ended. `written_s` is the
+        present time if the job wrote blocks to the host."""
         if self._storage and (written_s is None or not self._to_storage.add(node, written_s)):
             self._to_storage.resume(node)
 

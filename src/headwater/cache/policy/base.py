@@ -1,9 +1,9 @@
 """The interface of an eviction policy: an order over the evictable nodes of one tier.
 
 The evictor decides how much is evicted. A node is in the order exactly while it may be evicted:
-it has blocks in this tier and no pin. The evictor takes a node only when none of its children
-has blocks in the tier. A policy may therefore offer a parent before its child; the evictor
-skips the parent until its children are gone.
+it has blocks in this tier, and no pin (device) or job (host) keeps them. The evictor takes a
+node only when none of its children has blocks in the tier. A policy may therefore offer a
+parent before its child; the evictor skips the parent until its children are gone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,7 +77,7 @@ class EvictionPolicy(Protocol):
         order."""
 
     def discard(self, node: Node) -> None:
-        """`node` was pinned, or has no blocks in this tier any more."""
+        """`node` must not be evicted now, or has no blocks in this tier any more."""
 
     def discard_all(self, nodes: Iterable[Node]) -> None:
         """Discard the nodes that were evicted in one batch."""

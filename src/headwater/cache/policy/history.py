@@ -1,8 +1,7 @@
 """The history of requests: which prefixes were used, how often, by which turn, and when.
 
 It covers cached and evicted prefixes, so a session is still known when it returns after its
-blocks were evicted. It is bounded in blocks and in time; the oldest entries are forgotten
-first.
+blocks were evicted. It is bounded in size and in time; the oldest entries are forgotten first.
 """
 
 from itertools import repeat

@@ -133,7 +133,7 @@ class SessionPolicy:
         yield from expected
 
     def _least_first(self) -> Iterator[Node]:
-        """Yield entries in order. They leave their queue meanwhile and return to it when the
+        """Yield nodes in order. Their entries leave the queues meanwhile and return when the
         reader has finished."""
         offered: list[_Entry] = []
         try:

@@ -82,7 +82,7 @@ class Traits:
         return _TRUNK
 
     def partial(self, *, again: bool) -> int:
-        """Traits of a last block that is not full; `again` if the whole prompt was used
+        """Traits of a last piece that is not full; `again` if the whole prompt was used
         before."""
         return _PARTIAL_AGAIN if again else _PARTIAL
 
