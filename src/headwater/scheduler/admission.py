@@ -150,7 +150,7 @@ class Admission:
         return self._last_inputs == self._inputs() and self._growth.is_steady
 
     def look_again(self) -> None:
-        """An input of `admit` changed that `_inputs` does not contain."""
+        """Note a change that `_inputs` does not contain, so that `admit` runs again."""
         self._last_inputs = None
 
     def admit(self, budget: StepBudget, now: float) -> list[Chunk]:
@@ -394,7 +394,8 @@ def _wait_end_s(sequence: Sequence, now: float) -> float:
 
 
 def _count_passes(blocked: list[Sequence]) -> int:
-    """Count that a sequence was admitted before these blocked ones."""
+    """Count that a sequence was admitted before `blocked`; return 1, or 0 if none is
+    blocked."""
     for sequence in blocked:
         sequence.num_passes += 1
     return 1 if blocked else 0

@@ -112,7 +112,8 @@ class StepResult:
 
     step: int
     tokens: Tokens
-    """NO_TOKEN for a row whose grammar mask was late; the row tries again in a later step."""
+    """NO_TOKEN for a row in `failures`, and for a row whose grammar mask was late: that row
+    tries again in a later step."""
 
     logprobs: list[TokenLogprobs | None]
     """Per sampled row; None if none were requested."""
@@ -347,8 +348,8 @@ class StepBudget:
         self.num_places -= 1
 
     def spend_chunk(self, sequence: Sequence) -> Chunk:
-        """The next chunk of a prefill: as many tokens as the step has left, which is at least
-        one."""
+        """Spend tokens on the next chunk of a prefill and return it: as many tokens as the step
+        has left, which is at least one."""
         left = sequence.num_tokens - sequence.num_scheduled
         num_tokens = min(left, self.num_tokens, self._max_chunk)
         start = sequence.num_scheduled

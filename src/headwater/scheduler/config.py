@@ -49,7 +49,7 @@ class SchedulerConfig:
     more; 0 means that none may ever pass."""
 
     lookahead: int = 8
-    """How many blocked sequences are skipped in one step."""
+    """Maximum number of blocked sequences that one step skips."""
 
     prefix_wait_min_blocks: int = 4
     """Minimum number of blocks for which a new sequence waits while a running prefill computes

@@ -108,7 +108,7 @@ class ProgressArrays:
 
 
 def _counter(name: str) -> Any:  # noqa: ANN401 -- replaces an attribute that is an int
-    """A counter of a sequence that is an element of an array."""
+    """A property that reads and writes this counter of a sequence in the arrays."""
 
     def read(sequence: "RowSequence") -> int:
         value: int = getattr(sequence.arrays, name).item(sequence.column)

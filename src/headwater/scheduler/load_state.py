@@ -276,8 +276,8 @@ class PendingLoad:
         """When the load was planned and how long it was expected to take, if that is known."""
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
-        """The cache has applied the outcome. The second outcome of a timed-out load is ignored,
-        because no sequence depends on it."""
+        """Let the waiting sequences continue; the cache has applied the outcome. The second
+        outcome of a timed-out load is ignored, because no sequence depends on it."""
         if not self.has_ended and isinstance(job, LoadJob):
             self.has_ended = True
             self._finish(self, job, outcome, now)
@@ -332,7 +332,7 @@ class PredictionLog:
         self.totals: dict[str, PredictionTotals] = {}
 
     def add(self, kind: str, expected_s: float, actual_s: float) -> None:
-        """An operation was expected to take `expected_s` and took `actual_s`."""
+        """Add an operation that was expected to take `expected_s` and took `actual_s`."""
         num, expected, actual, error = self.totals.get(kind, PredictionTotals())
         self.totals[kind] = PredictionTotals(
             num + 1,

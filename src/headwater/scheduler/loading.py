@@ -46,7 +46,7 @@ _MEAN_OF = 32
 """Number of recent sequences in the mean prompt length."""
 
 _LEAST_WAIT_S = 0.05
-"""A wait that was chosen by price is at least this long."""
+"""Smallest limit of a wait under the policy `priced`."""
 
 _LINKS = {Tier.HOST: "host_to_device", Tier.STORAGE: "storage_to_host"}
 """The link of a load, by its source."""
@@ -79,7 +79,7 @@ class PendingLookup:
         self.asked = asked
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
-        """The cache has added the blocks that storage has."""
+        """Let the sequences continue; the cache has added the blocks that storage has."""
         self._loader.finish_lookup(self.asked, outcome, now=now)
 
 
@@ -96,7 +96,7 @@ class KVLoader:
         self.backlog_tokens = 0
         """Prompt tokens that running sequences still have to compute; set before admission."""
         self.num_waiting = 0
-        """Sequences that wait behind the one being examined; set before admission."""
+        """Waiting sequences other than the one being examined; set before admission."""
         self._plans: list[LoadJob] = []
         """Loads that are planned but not yet taken by the loop."""
         self._questions: list[StorageLookup] = []

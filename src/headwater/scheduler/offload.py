@@ -147,7 +147,7 @@ class Prefetch:
 
     @property
     def wake_s(self) -> float | None:
-        """When a session is due."""
+        """When `plan` should examine a session next; None if no session is expected."""
         if not self._enabled:
             return None
         times = [trial.at_s for trial in self._trials]

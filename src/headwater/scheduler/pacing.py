@@ -7,9 +7,9 @@ makes the same decisions.
 
 Which prompts come first: the one with the least left to compute, so that short prompts and hits
 do not wait for long ones. A prompt ages. Once other prompts have computed twice as many tokens
-as it lacks, it goes before every younger one. A prompt of R tokens is therefore overtaken by at
-most 2 R tokens of prompts that arrived after it, in addition to the share of each step that is
-reserved for new ones.
+as it lacks, it is computed before every younger one. A prompt of R tokens is therefore
+overtaken by at most 2 R tokens of prompts that arrived after it, in addition to the share of
+each step that is reserved for new ones.
 """
 
 from collections.abc import Iterable
@@ -64,7 +64,7 @@ MAX_SHORT_STEPS = 8
 
 
 class StepCosts(NamedTuple):
-    """Measured costs of recent steps."""
+    """Measured costs of recent steps, in seconds."""
 
     decode_s: float = 0.0
     """A step without prompts, with about as many rows as the last one; 0 means unknown."""
@@ -73,7 +73,7 @@ class StepCosts(NamedTuple):
     """One more prompt token without context; 0 means unknown."""
 
     overhead_s: float = 0.0
-    """What steps with decodes and prompts took beyond their prompt tokens."""
+    """Time of a step with decodes and prompts, without the time of its prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ def affordable_tokens(start: int, cost: float) -> int:
 
 
 def is_old(sequence: Sequence, num_lacking: int, prompt_clock: int) -> bool:
-    """Whether `sequence`, which lacks this many tokens, goes before younger ones.
+    """Whether `sequence`, which lacks this many tokens, is computed before younger ones.
     `prompt_clock` counts the prompt tokens of all steps so far."""
     return prompt_clock - sequence.entered_at >= AGE_FACTOR * num_lacking
 

@@ -24,7 +24,7 @@ Finish = Callable[[Sequence, str, float], None]
 
 
 class Handoffs:
-    """What the scheduler does for hand-offs; decides nothing about the protocol."""
+    """The scheduler's part of hand-offs; it decides nothing about the protocol."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Handoffs:
         sequence.num_pins += 1
 
     def unpin(self, sequence: Sequence, now: float) -> None:
-        """A hand-off no longer reads the blocks of `sequence`."""
+        """Undo one `pin`: a hand-off no longer reads the blocks of `sequence`."""
         sequence.num_pins -= 1
         if sequence in self._table.departing and not sequence.is_kept:
             self._table.departing.remove(sequence)

@@ -118,7 +118,8 @@ class Scheduler:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a sequence waits, including those that only wait for a transfer."""
+        """Whether a sequence waits that is allowed to start, even if it only waits for a
+        transfer."""
         return self._admission.has_candidates
 
     @property
@@ -225,7 +226,7 @@ class Scheduler:
         return [*self._loader.take_plans(now), *writes]
 
     def schedule(self, *, now: float) -> ScheduledBatch | None:
-        """The next step, or None when nothing can be computed before a step is collected."""
+        """The next step, or None when nothing can be computed now."""
         if len(self._in_flight) > 1:
             raise InvariantError("two steps are in flight already; collect one first")
         if self._is_stalled and self._loader.has_plans:
@@ -275,8 +276,9 @@ class Scheduler:
         """Apply `result`, the result of the oldest step in flight, and return the outputs.
         `result` is None if no step was collected.
 
-        Blocks are committed here, because the step that filled them is done. Blocks that a peer
-        filled are committed by `handoffs` when they have arrived. No other place commits.
+        Blocks are committed here, because the step that filled them is done. A postponed commit
+        may also follow when its sequence ends or is preempted. Blocks that a peer filled are
+        committed by `handoffs` when they have arrived.
         """
         outputs, self._outputs = StepOutputs(self._outputs + self.handoffs.outputs), []
         self.handoffs.outputs.clear()

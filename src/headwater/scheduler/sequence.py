@@ -49,7 +49,7 @@ class SequenceState(Enum):
     """Is being preempted; keeps its slots until its step in flight is collected."""
 
     FINISHED = auto()
-    """Has its finish reason. Keeps its slots until its steps in flight are collected."""
+    """Has its finish reason. Keeps its slots while a step in flight or a hand-off uses them."""
 
 
 class Sequence:
