@@ -46,7 +46,7 @@ def server_of(epoch: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Properties of an engine that are fixed when it starts."""
+    """Properties of an engine. Only a reload of weights changes them."""
 
     model_name: str
     model_dir: str

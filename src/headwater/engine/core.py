@@ -98,7 +98,7 @@ class EngineCore:
         scheduled before; None while it does not wait. Read by the watchdog's thread."""
         self.step_tokens = 0
         self.count_compilations: Callable[[], int] | None = None
-        """Kernels compiled or loaded after the engine was ready; None on a CPU."""
+        """Counts the kernels compiled or loaded after the engine was ready; None on a CPU."""
         self._num_received = 0
         """Outcomes and messages received since the start."""
         self._feed: Feed | None = None

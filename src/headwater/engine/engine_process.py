@@ -116,7 +116,7 @@ class EngineProcess:
         return code
 
     async def kill(self) -> None:
-        """Kill it."""
+        """Kill the process and wait for its end."""
         self._child.kill()
         await self._child.wait()
         self._close()

@@ -27,7 +27,7 @@ class KeyHasher:
             self._prompts.put((self._cache.scheme, path))
 
     def close(self) -> None:
-        """Stop after the prompt that is being hashed. Calling it twice is safe."""
+        """Stop after the prompts that are queued. Calling it twice is safe."""
         self._prompts.put(None)
 
     def _work(self) -> None:

@@ -80,7 +80,7 @@ class OfflineEngine:
         vocab_size: int,
         max_model_len: int,
     ) -> None:
-        """`vocab_size` is the model's: a larger token id would end the engine."""
+        """`vocab_size` is the model's: a token id that is not below it would end the engine."""
         self._max_model_len = max_model_len
         self.core = core
         self.tokenizer = tokenizer

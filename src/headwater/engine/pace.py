@@ -63,7 +63,7 @@ class StepCostEstimator:
         self._decode_s: dict[int, float] = {}
         """Seconds of a decode step, by the bit length of its number of rows."""
         self._rows: dict[int, int] = {}
-        """The number of rows when each of them was measured last."""
+        """The number of rows of the last measurement, by the same bit length."""
         self._prompt_token_s = self._mixed_token_s = self._overhead_s = 0.0
         self.costs = StepCosts()
 

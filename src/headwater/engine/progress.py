@@ -34,7 +34,7 @@ class SilentProgress:
 
 
 class LineProgress(SilentProgress):
-    """Prints at most ten lines, and one at the end."""
+    """Prints at most ten lines; the last one when all is done."""
 
     def __init__(self, what: str, total: int, out: TextIO) -> None:
         self._what = what
