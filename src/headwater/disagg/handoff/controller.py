@@ -77,7 +77,8 @@ class HandoffController:
         self.decode_side.add(request, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """A request of this instance is about to be aborted. Unknown requests are ignored."""
+        """End the hand-off of a request that is about to be aborted. Unknown requests are
+        ignored."""
         self.decode_side.abort(request_id, now)
 
     def receive(self, events: Iterable[object], now: float) -> None:
@@ -106,7 +107,8 @@ class HandoffController:
         self.decode_side.tick(now)
 
     def step_scheduled(self, now: float) -> None:
-        """A step was scheduled: act on the sequences that it admitted."""
+        """A step was scheduled: act on the sequences that it admitted, and return preempted
+        requests that have waited too long to resume."""
         for sequence in self._handoffs.take_admitted():
             if sequence.state is not SequenceState.RECEIVING:
                 self.prefill_side.admitted(sequence, now)

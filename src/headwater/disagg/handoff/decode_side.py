@@ -111,8 +111,8 @@ class DecodeSide:
         self._do(entry, actions, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """The request is about to be aborted. Slots that a peer may still write stay
-        quarantined."""
+        """End the hand-off of a request that is about to be aborted. Slots that a peer may
+        still write to stay quarantined."""
         entry = self._by_request.get(request_id)
         if entry is not None:
             self._do(entry, entry.machine.abort(now), now)
@@ -132,7 +132,7 @@ class DecodeSide:
             self._do(entry, entry.machine.receive(message, now), now)
 
     def lost(self, peer: str, connection: int, reason: Reason, now: float) -> None:
-        """The connection to a prefill instance ended, or could not be made."""
+        """End the hand-offs of a connection that ended or could not be made."""
         self._unresponsive_until_s.pop(peer, None)
         self._read_server.lost(peer, connection)
         for entry in list(self._by_request.values()):
@@ -140,7 +140,7 @@ class DecodeSide:
                 self._do(entry, entry.machine.lost(reason, now), now)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
-        """A block was received, or the lease of a hand-off is closed."""
+        """Process a received block, or the end of the lease of a hand-off."""
         entry = self._entries.get(event.lease)
         if entry is None:
             return

@@ -114,7 +114,7 @@ class PrefillSide:
         self._senders.close(peer)
 
     def finish_push(self, event: PushDone | PushFailed, now: float) -> None:
-        """A push ended."""
+        """Process the end of a push."""
         entry = self._jobs.pop(event.job, None)
         if entry is None:
             return

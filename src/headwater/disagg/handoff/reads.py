@@ -106,22 +106,23 @@ class PeerReadClient:
         return self._num_read.pop(handoff, 0)
 
     def announced(self, handoff: int, num_blocks: int, now: float) -> None:
-        """D says how many blocks it sends."""
+        """Process D's answer: it sends `num_blocks` blocks."""
         if (entry := self._entries.get(handoff)) is not None:
             self._do(entry, entry.machine.announced(num_blocks, now), now)
 
     def abort(self, handoff: int, now: float) -> None:
-        """The hand-off is over, and its sequence is about to be aborted."""
+        """End the peer read of a hand-off that is over, and whose sequence is about to be
+        aborted."""
         self._num_read.pop(handoff, None)
         if (entry := self._entries.get(handoff)) is not None:
             self._do(entry, entry.machine.abort(), now)
 
     def lost(self, peer: str) -> None:
-        """The connection to a decode instance ended."""
+        """Forget the pause of a decode instance whose connection ended."""
         self._pauses.pop(peer, None)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
-        """A block was received, or the lease of a peer read is closed."""
+        """Process a received block, or the end of the lease of a peer read."""
         entry = self._entries.get(event.lease)
         if entry is None:
             return

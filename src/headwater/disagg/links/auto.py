@@ -169,7 +169,8 @@ class AutoSender:
         return [sender for sender in (self._local, self._remote) if sender is not None]
 
     def _push_by_tcp(self, push: Push) -> None:
-        """The sender over `tcp` is made when it is needed: it may have buffers of its own."""
+        """Push by `tcp`. Its sender is made when it is needed, because it may have buffers of
+        its own."""
         with self._tcp_lock:
             if self._remote is None and not self._is_closed:
                 self._remote = self._connect(self._remote_address, self._deliver)

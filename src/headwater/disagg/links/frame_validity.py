@@ -34,7 +34,7 @@ class FrameValidity:
 
     def mark_valid(self, frame_number: int, check_wait: WaitCheck) -> int:
         """Declare the slots of a frame valid; returns the index of its word. Waits for a free
-        one."""
+        word."""
         credit = self._credits.take(frame_number, check_wait)
         # The number of the frame and not a flag: a word that is used again by then must not
         # make an old copy valid. One more than the number, because 0 means invalid.

@@ -133,8 +133,8 @@ class Receiver(Protocol):
         """Let peers write blocks of `lease` to these slots only: block `i` to `slots[i]`."""
 
     def fence(self, lease: int) -> None:
-        """Let peers write nothing more. One `LeaseClosed` follows, whatever the peer does.
-        Calling it twice is safe."""
+        """Let peers write nothing more to the slots of `lease`. One `LeaseClosed` follows,
+        whatever the peers do. Calling it twice is safe."""
 
     def close(self) -> None:
         """Fence every lease and end every connection. Calling it twice is safe."""

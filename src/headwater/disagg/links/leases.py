@@ -145,7 +145,7 @@ class LeaseBook:
         return arriving
 
     def end_write(self, arriving: ArrivingBlocks, pieces: Sequence[SentPiece]) -> None:
-        """The write is over. Its `good` blocks have been received."""
+        """End a write, and report its `good` blocks as received."""
         lease, number = arriving.lease, arriving.lease_number
         good = [pieces[at] for at in arriving.new if at in arriving.good]
         with self._lock:

@@ -80,8 +80,8 @@ class TransferEngine:
         self._all: list[memoryview] = []
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Registered staging memory. It is never used for anything else while the engine lives, because a
-        late write may arrive in it at any time.
+        """Registered staging memory. While the engine lives, the memory is used for staging
+        only, because a late write may arrive in it at any time.
         """
         with self._lock:
             idle = self._idle.get(num_bytes)
@@ -225,7 +225,8 @@ class MooncakeDialer:
 class MooncakeOutbound:
     """A thread writes payloads into the receiver's staging memory, then sends their frames.
 
-    The thread may hang in the engine. Pushes do not: their slots were copied before.
+    The thread may hang in the engine. Pushes do not: small blocks were copied before, and the
+    receiver checks the checksums of large ones.
     """
 
     def __init__(

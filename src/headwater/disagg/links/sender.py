@@ -51,8 +51,8 @@ class Outbound(Protocol):
         views: Sequence[memoryview],
         check_wait: WaitCheck,
     ) -> None:
-        """Send a frame. Afterwards this side does not read the views again. If the peer itself
-        reads them, it does so before it answers."""
+        """Send a frame. Afterwards the calling thread does not read the views again. If the
+        peer or a transfer engine reads them, it does so before the peer answers."""
 
     def answered(self, number: int) -> None:
         """The peer has answered a frame. LinkBroken if that frame was not sent."""

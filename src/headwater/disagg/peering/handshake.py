@@ -131,7 +131,7 @@ class ServerHandshake:
             self.refuse(result)
 
     def accept(self, grant: bytes = b"") -> LinkSession:
-        """Accept the sender."""
+        """Accept the sender: send it the receiver's proof and `grant`."""
         token = self._mine.token
         proof = _prove(token, b"receiver", self._challenge, self._answer, grant)
         self._stream.send(

@@ -144,7 +144,8 @@ class PeerService:
             connection.shut()
 
     def admit(self, connection: "_Connection") -> bool:
-        """An inbound connection proved the token. False if there are `max_peers` already."""
+        """Admit an inbound connection, which has proved the token. False if there are
+        `max_peers` already."""
         with self._lock:
             self._unauthenticated.pop(connection.number, None)
             inbound = sum(name.startswith(_INBOUND) for name in self._connections)
@@ -154,7 +155,8 @@ class PeerService:
             return True
 
     def forget(self, connection: "_Connection", reason: Reason) -> None:
-        """A connection has ended. Called once for each."""
+        """Remove a connection that has ended, and post its loss. Called once for each
+        connection."""
         with self._lock:
             self._unauthenticated.pop(connection.number, None)
             is_known = self._connections.get(connection.name) is connection

@@ -5,7 +5,8 @@ from headwater.errors import HeadwaterError
 
 
 class LinkBroken(HeadwaterError):
-    """A connection has ended or is out of step, and must be closed."""
+    """A connection has ended, or its two ends disagree about what was sent, and must be
+    closed."""
 
     def __init__(self, message: str, reason: PushFailure = PushFailure.LOST) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """State machine of a peer read: P gets a prefix from D before it computes the rest. Pure.
 
-    begin ─▶ WAITING ── slots ─▶ RECEIVING ── complete · late · lost ─▶ FENCING ── closed ─▶ over
+    begin ─▶ WAITING ── slots ─▶ RECEIVING ── complete · late ─▶ FENCING ── closed ─▶ over
 
-However it ends, P computes from the first block that did not arrive.
+However it ends, P computes the blocks that it did not get.
 """
 
 from collections.abc import Sequence

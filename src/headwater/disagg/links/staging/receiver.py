@@ -48,7 +48,7 @@ class StagingMemory:
         return self._buffers.view(buffer)
 
     def stop_waiting(self, virtual_slots: Iterable[int]) -> None:
-        """Blocks with these virtual slots stop waiting for a buffer."""
+        """Let blocks with these virtual slots stop waiting for a buffer."""
         self._stopped.update(virtual_slots)
         self._buffers.wake()
 
@@ -83,7 +83,7 @@ class StagedReceiver:
         *,
         timeout_s: float,
     ) -> None:
-        """An arriving block waits `timeout_s` for a buffer."""
+        """An arriving block waits at most `timeout_s` for a buffer."""
         self._buffers = buffers
         self._deliver = deliver
         self._lock = Lock()

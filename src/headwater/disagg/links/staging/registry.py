@@ -28,8 +28,8 @@ _NUM_PARTS = 2
 """Parts of each sender's buffers: one is copied while another one is sent."""
 
 _NUM_SHM_PARTS = 6
-"""The same for `shm`, where a part is sent as fast as it is copied: two are copied from the device
-and two to the other device, while two are reported."""
+"""The same for `shm`, where a part is sent as fast as it is copied: two are copied from the
+device, two are copied by the peer, and two wait for the peer's answer."""
 
 
 class StagedLinks:

@@ -199,7 +199,8 @@ class StagedSender:
                 self._settle(pending, PushFailure.TIMEOUT)
 
     def _loaded(self, load: _Load, is_there: bool) -> None:
-        """The copy has ended: the device slots are not read any more."""
+        """A copy has ended, so the device slots are not read any more: push the parts that are
+        next in order."""
         with self._changed:
             load.is_there = is_there
         failed = []
