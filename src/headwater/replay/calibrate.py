@@ -136,7 +136,8 @@ def _context_token_s(result: Mapping[str, Any], machine: Machine) -> float:
 
 
 def _with_decode(step: StepCost, points: Points, context_token_s: float) -> StepCost:
-    """A line through the seconds by rows, without the time to read contexts of 1 k."""
+    """`step` with the coefficients of a line through the seconds by rows, without the time to
+    read contexts of 1 k."""
     start_s, row_s = _line(points)
     launch_s = min(step.launch_s, start_s)
     return replace(

@@ -63,7 +63,7 @@ class SimRunner:
         self._submitted.append(batch)
 
     def collect(self) -> StepResult:
-        """Let the time of the oldest batch pass."""
+        """Let the time of the oldest batch pass, and return its result."""
         batch = self._submitted.popleft()
         counts = np.diff(batch.query_start)
         ends = batch.context_lens.astype(np.int64)

@@ -93,7 +93,7 @@ class SimFabric:
         self._hosts[host].post(closed)
 
     def finish_push(self, sender: str, host: str, push: Push) -> None:
-        """The bytes of a push have arrived."""
+        """Deliver the blocks of a push, whose bytes have arrived."""
         lease = self._hosts[host].leases.get(push.lease)
         if lease is None:
             self._hosts[sender].post(PushFailed(push.job, PushFailure.FENCED))
