@@ -67,8 +67,8 @@ class Cell(NamedTuple):
         return -(-self.context // BLOCK_TOKENS)
 
     def rate(self, ms: float) -> dict[str, float]:
-        """What limits the step: bytes of KV per second for a decode, operations per second for
-        a prompt."""
+        """The rate that limits the step: bytes of KV per second for a decode, operations per
+        second for a prompt."""
         if self.kind == "decode":
             kv_bytes = self.rows * self.context * KV_HEADS * DIM * 2 * DTYPE.itemsize
             return {"gb_s": kv_bytes / ms / 1e6}

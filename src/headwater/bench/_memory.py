@@ -21,7 +21,8 @@ _SERIES = ("heap_objects", "heap_blocks", "rss_mib", "mapped_mib", "malloc_mib")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _NUMPY_SIZES, _NUMPY_KEPT = 1024, 8
-"""NumPy keeps seven freed buffers of each size below 1 KiB for later arrays."""
+"""NumPy keeps seven freed buffers of each size below 1 KiB for later arrays. Freeing eight of
+each size fills this cache."""
 
 
 class MemorySamples:
