@@ -105,13 +105,13 @@ class JobTable:
                 node.jobs = (*node.jobs, record)
 
     def remove(self, record: JobRecord) -> None:
-        """The job has ended: it leaves the table and its nodes."""
+        """Remove a job that has ended from the table and from its nodes."""
         del self.by_id[record.plan.job]
         if record.segments:
             _leave_nodes(record)
 
     def detach(self, record: JobRecord) -> None:
-        """The job stays in the table but no longer concerns any node."""
+        """Remove the job from its nodes; it stays in the table."""
         _leave_nodes(record)
         record.segments = []
         record.ends = ()

@@ -86,7 +86,8 @@ class KVEventLog:
             self._records.append((tier, keys, start, end, None, None, SHARED))
 
     def cleared(self) -> None:
-        """Nothing is cached any more. Events that were not taken yet are dropped."""
+        """Record that nothing is cached any more, and drop the events that were not taken
+        yet."""
         self._records, self._is_cleared = [], True
 
     def take(self) -> KVEventBatch:

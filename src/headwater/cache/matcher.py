@@ -1,8 +1,9 @@
 """Matching: how far a path is cached, tier by tier, and why no further.
 
-Matching changes nothing. It searches the tree, the prefixes that running sequences are computing
-(announced, but not findable yet), and the ghosts. Ghosts remember why evicted blocks are not cached any more; they are
-bounded, and the oldest are forgotten first. The ledger counts hits and miss reasons.
+Matching changes nothing. It searches the tree, the prefixes that running sequences are
+computing (announced, but not findable yet), and the ghosts. Ghosts remember why evicted blocks
+are not cached any more; they are bounded, and the oldest are forgotten first. The ledger counts
+hits and miss reasons.
 """
 
 from collections import Counter
@@ -32,7 +33,8 @@ class InFlightPrefixes:
         self.by_place: dict[tuple[Node, bytes], Lease] = {}
 
     def announce(self, lease: Lease, path: TokenPath) -> None:
-        """The owner of `lease` computes the blocks of `path` after the leased ones."""
+        """Record that the owner of `lease` computes the blocks of `path` after the leased
+        ones."""
         if lease.place is not None:
             self.withdraw(lease)
         if lease.num_blocks < path.num_blocks(self._tree.scheme.block_tokens):
@@ -41,7 +43,7 @@ class InFlightPrefixes:
             self.by_place.setdefault(lease.place, lease)
 
     def withdraw(self, lease: Lease) -> None:
-        """The owner of `lease` computes nothing after the leased blocks any more."""
+        """Remove what `announce` recorded for `lease`."""
         place = lease.place
         if place is not None:
             lease.pending = lease.place = None

@@ -49,7 +49,7 @@ class Pins:
             at = at.parent
 
     def extend(self, child: Node) -> None:
-        """A lease that pins the parent of `child` now includes `child`."""
+        """Let a lease that pins the parent of `child` pin `child` too."""
         if not child.pins and len(child.device):
             self._device.discard(child)
         child.pins += 1
@@ -84,7 +84,7 @@ class Pins:
             at = at.parent
 
     def refresh(self, node: Node, *, now: float) -> None:
-        """The path that ends with `node` becomes the most recently used of the device."""
+        """Make the path that ends with `node` the most recently used of the device."""
         order = self._device.order
         at: Node | None = node
         while at is not None:

@@ -198,11 +198,12 @@ class SlotPool:
         self.num_reads += len(slots)
 
     def lose_read(self, slots: Slots) -> None:
-        """The executor that reads these slots did not end in time and may still read them."""
+        """Count slots whose reader did not end in time: an executor that may still read
+        them."""
         self.num_lost_reads += len(slots)
 
     def end_read(self, slots: Slots, was_lost: bool = False) -> None:
-        """The read has ended. Slots that lost their block meanwhile become free."""
+        """End a read of `begin_read`. Slots that lost their block meanwhile become free."""
         left = self._readers[slots] - 1
         self._readers[slots] = left
         self.num_reads -= len(slots)

@@ -127,7 +127,7 @@ class StorageQueue:
                     self._push(child, waiting[0])
 
     def discard(self, nodes: Iterable[Node]) -> None:
-        """`nodes` have no host blocks any more, or are not to be written now."""
+        """Remove `nodes`: they have no host blocks any more, or must not be written now."""
         if self._entries:
             for node in nodes:
                 self._entries.pop(node, None)

@@ -118,8 +118,8 @@ class TieredCache(CacheParts):
         return self._evictor.take_device(count, _HELD)
 
     def refresh(self, match: Match, *, now: float) -> None:
-        """A waiting request will use `match`: its path becomes the most recently used in every
-        tier."""
+        """Make the path of `match`, which a waiting request will use, the most recently used in
+        every tier."""
         if match.nodes:
             self._pins.refresh(match.nodes[-1], now=now)
             self._residency.touch_host(match.nodes[-1], now=now)
@@ -129,7 +129,7 @@ class TieredCache(CacheParts):
         self._device.pool.free(slots, _HELD)
 
     def announce(self, lease: Lease, path: TokenPath) -> None:
-        """The owner of `lease` is computing the blocks of `path` after the leased ones."""
+        """Let `match` report that the owner of `lease` computes the next blocks of `path`."""
         self._require_live(lease)
         if not lease.node.gone:
             self._in_flight.announce(lease, path)

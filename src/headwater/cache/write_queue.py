@@ -287,7 +287,8 @@ class WriteQueue:
         self._to_host.pop(node, None)
 
     def discard(self, nodes: Iterable[Node], tier: Tier) -> None:
-        """`nodes` have no blocks in `tier` any more, so there is nothing to read."""
+        """Remove `nodes` from the queue that reads from `tier`: they have no blocks there any
+        more."""
         if tier is Tier.HOST:
             self._to_storage.discard(nodes)
         elif self._to_host:

@@ -77,7 +77,8 @@ class EvictionPolicy(Protocol):
         order."""
 
     def discard(self, node: Node) -> None:
-        """`node` must not be evicted now, or has no blocks in this tier any more."""
+        """Remove `node` from the order: it must not be evicted now, or has no blocks in this
+        tier any more."""
 
     def discard_all(self, nodes: Iterable[Node]) -> None:
         """Discard the nodes that were evicted in one batch."""

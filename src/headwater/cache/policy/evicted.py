@@ -15,7 +15,7 @@ class Evicted:
         self.blocks = 0
 
     def add(self, node: Node, num_blocks: int) -> None:
-        """`node` was evicted with this many blocks."""
+        """Remember that `node` was evicted with this many blocks."""
         self.blocks += num_blocks - self._sizes.pop(node.uid, 0)
         self._sizes[node.uid] = num_blocks
         while self.blocks > self._max_blocks and self._sizes:
