@@ -95,7 +95,8 @@ _NEAR_SHARE = 2
 this many of all blocks. With more, later ones would evict blocks of earlier ones."""
 
 _NEAR_LOOKS = 16
-"""These sequences are determined again when one in this many has entered or left the queue."""
+"""These first sequences are determined again once changes of the queue exceed one in this many
+of them."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""

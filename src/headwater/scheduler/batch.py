@@ -344,7 +344,7 @@ class StepBudget:
         self.cost += held
 
     def spend_place(self) -> None:
-        """A new sequence runs from now on."""
+        """Take the place of a new running sequence."""
         self.num_places -= 1
 
     def spend_chunk(self, sequence: Sequence) -> Chunk:

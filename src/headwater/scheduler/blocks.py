@@ -260,17 +260,17 @@ class GrowthEstimate:
         self.caution = 1.0
 
     def observe(self, num_output: int) -> None:
-        """A sequence ended with `num_output` tokens."""
+        """Learn from a sequence that ended with `num_output` tokens."""
         self._num_observed += 1
         weight = max(1 / self._num_observed, _MIN_WEIGHT)
         self.mean_tokens += (num_output - self.mean_tokens) * weight
 
     def raise_caution(self) -> None:
-        """A sequence was preempted: too little room was left for growth."""
+        """Expect more growth, because a sequence was preempted for lack of room."""
         self.caution = min(self.caution * _RAISE_FACTOR, _MAX_CAUTION)
 
     def lower_caution(self, num_steps: int = 1) -> None:
-        """`num_steps` steps passed without a preemption."""
+        """Expect less growth after `num_steps` steps without a preemption."""
         for _ in range(num_steps):
             if self.caution == _MIN_CAUTION:
                 return

@@ -89,7 +89,7 @@ class ProgressArrays:
         return self._free.pop(), self._num_entries
 
     def free(self, column: int) -> None:
-        """The sequence of `column` has left."""
+        """Free `column`, whose sequence has ended or was preempted."""
         # A step in flight compares this with the entry that it knew (`changed`). So it notices
         # that its sequence has left, even when another one has the column by then.
         self.entry[column] = 0
@@ -159,7 +159,8 @@ class RowSequence(Sequence):
         self.arrays.schedulable_end[self.column] = self.schedulable_end
 
     def note_committed(self, num_blocks: int) -> None:
-        """Its first `num_blocks` blocks are committed, or equal to committed ones."""
+        """Record that the first `num_blocks` blocks are committed, or equal to committed
+        ones."""
         super().note_committed(num_blocks)
         self.arrays.commit_at[self.column] = self.commit_at
 
@@ -289,7 +290,7 @@ class DecodeRows:
         return step if is_ready.all() else step.select(is_ready)
 
     def begin(self, step: RowStep) -> None:
-        """`step` is in flight from now on; its rows are the first of the batch."""
+        """Count `step` as in flight; its rows are the first of the batch."""
         arrays, columns = self._arrays, step.columns
         arrays.num_scheduled[columns] = step.num_scheduled + 1
         arrays.num_in_flight[columns] += 1
@@ -301,7 +302,8 @@ class DecodeRows:
         return is_changed
 
     def append_tokens(self, step: RowStep, tokens: Tokens) -> None:
-        """The step was collected and sampled `tokens`. No row may have changed."""
+        """Append the `tokens` that a collected step sampled. No row of the step may have
+        changed."""
         arrays, columns = self._arrays, step.columns
         num_tokens = arrays.num_tokens[columns]
         num_recent = num_tokens - arrays.num_settled[columns]

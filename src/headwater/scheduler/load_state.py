@@ -95,8 +95,9 @@ def choose(
     A load costs nothing while the prompts `ahead` are computed, because this sequence computes
     only after them. Each second that this sequence computes also delays all waiting sequences,
     and each second of its load delays those that wait for a link. Without this rule, a burst of
-    requests would compute what the link loads ten times faster. A load that takes longer than `max_wait_s` is not chosen. A link
-    that was never measured is used, because only a load can measure it.
+    requests would compute what the link loads ten times faster. A load that takes longer than
+    `max_wait_s` is never chosen. A link that was never measured is used, because only a load
+    can measure it.
     """
     total = found.num_blocks
     compute_s = None

@@ -79,8 +79,8 @@ class OffloadPlanner:
             self._limits[Tier.HOST] = min(self._most_to_host, most)
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
-        """A write ended. A timed-out one counts until its executor is quiet: this bounds the
-        slots that lost calls keep from other use."""
+        """Stop counting a write that ended. A timed-out write counts until its executor is
+        quiet: this bounds the slots that lost calls keep from other use."""
         if outcome.status is not JobStatus.TIMED_OUT and isinstance(job, OffloadJob):
             self._num_blocks[job.target] -= job.num_blocks
 

@@ -58,7 +58,7 @@ class OverlappedLoads:
         token: int | None,
         chosen: TokenLogprobs | None,
     ) -> None:
-        """The chunk was computed. Its result counts once the load is done."""
+        """Hold back the result of the computed chunk until the load is done."""
         overlap = sequence.overlap
         assert overlap is not None, "an overlapping sequence has a load"
         sequence.num_in_flight -= 1

@@ -156,14 +156,14 @@ class SequenceTable:
         )
 
     def note_admitted(self, sequence: Sequence) -> None:
-        """`sequence` got its blocks, and the KV of its cached prefix is in them. Recorded only
-        for sequences of hand-offs."""
+        """Record that `sequence` got its blocks, and that the KV of its cached prefix is in
+        them, if the sequence belongs to a hand-off."""
         if sequence.receives or sequence.num_pins:
             self._admitted[sequence.request_id] = sequence
         self.note_computed(sequence)
 
     def note_computed(self, sequence: Sequence) -> None:
-        """More KV of `sequence` is in its blocks. Recorded only for sequences of hand-offs."""
+        """Record that more KV of `sequence` is in its blocks, if a hand-off reads them."""
         if sequence.num_pins:
             self._computed[sequence.request_id] = sequence
 

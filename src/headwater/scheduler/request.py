@@ -1,6 +1,7 @@
 """What a client asks for, and what the scheduler reports about it.
 
-`SamplingParams` and `Request` come in; `SequenceOutput`, with `Usage` and `TokenLogprobs`, goes out.
+Input: `SamplingParams` and `Request`. Output: `SequenceOutput`, with `Usage` and
+`TokenLogprobs`.
 
 Values are validated here, because callers such as library users may not use a type checker.
 """

@@ -40,14 +40,14 @@ class StepOutputs(Listed[SequenceOutput]):
         """All other outputs: with several tokens, with further fields, or the last of a
         sequence."""
         self.request_ids: list[RequestId] = []
-        """The sequence of each single token."""
+        """The request of each of `tokens`."""
         self.tokens: Tokens = np.empty(0, dtype=np.int32)
-        """The single token of each of `request_ids`."""
+        """The only new token of each of `request_ids`."""
 
     def add_tokens(
         self, request_ids: list[RequestId], tokens: Tokens, kept: NDArray[np.bool_]
     ) -> None:
-        """One token for each of `request_ids` where `kept` is true. Called once."""
+        """Set the one token of each of `request_ids` for which `kept` is true. Called once."""
         if not kept.all():
             request_ids, tokens = list(compress(request_ids, kept)), tokens[kept]
         self.request_ids, self.tokens = request_ids, tokens

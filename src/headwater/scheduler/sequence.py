@@ -264,7 +264,7 @@ class Sequence:
         self.prefix_source = None
 
     def confirm(self, lease: Lease) -> None:
-        """Its overlapped load is done; `lease` covers the loaded blocks too."""
+        """End the overlapped load, which succeeded; `lease` covers the loaded blocks too."""
         self.lease, self.overlap = lease, None
         self.num_found = self.num_computed = lease.num_blocks * self._block_tokens
         self.note_committed(lease.num_blocks)
@@ -282,19 +282,20 @@ class Sequence:
         self.schedulable_end = min(end * self._block_tokens, self.max_computed)
 
     def note_committed(self, num_blocks: int) -> None:
-        """Its first `num_blocks` blocks are committed, or equal to committed ones."""
+        """Record that the first `num_blocks` blocks are committed, or equal to committed
+        ones."""
         self.num_committed = num_blocks
         more = num_blocks < self.max_committed
         self.commit_at = (num_blocks + 1) * self._block_tokens if more else _NEVER
 
     def schedule(self, num_tokens: int, row: int) -> None:
-        """`row` of the step being scheduled computes `num_tokens` more of its tokens."""
+        """Schedule `num_tokens` more tokens, in `row` of the step that is being scheduled."""
         self.num_scheduled += num_tokens
         self.num_in_flight += 1
         self.row = row
 
     def finish_chunk(self, num_tokens: int) -> None:
-        """A step that computed `num_tokens` of its tokens was collected."""
+        """Count the `num_tokens` that a collected step computed."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
 
@@ -305,15 +306,16 @@ class Sequence:
         self.append(token)
 
     def finish_chunk_without_token(self, num_tokens: int) -> None:
-        """A step computed `num_tokens` of its tokens and sampled none, because its grammar mask
-        was late. The last of them is computed again and does not count until then."""
+        """Like `finish_chunk`; the step sampled no token, because the grammar mask was late.
+        The last of the `num_tokens` is computed again and does not count until then."""
         self.num_in_flight -= 1
         self.num_scheduled -= 1
         self.num_computed += num_tokens - 1
         self.is_held = self.num_in_flight > 0
 
     def receive(self, token: int) -> None:
-        """A peer has written the KV of its whole prompt and sampled `token`."""
+        """Append `token`, which a peer sampled after it had written the KV of the whole
+        prompt."""
         self.receives = False
         self.num_scheduled = self.num_computed = self.num_tokens
         self.append(token)

@@ -93,7 +93,8 @@ class Totals:
     recent_loads: deque[LoadUsage] = field(default_factory=lambda: deque(maxlen=_RECENT_LOADS))
 
     def count_admission(self, usage: Usage) -> None:
-        """A request was admitted for the first time, with this usage of its prompt."""
+        """Count a request that was admitted for the first time, with this usage of its
+        prompt."""
         self.num_admitted += 1
         self.prompt_tokens += usage.prompt_tokens
         self.queue_s += usage.queued_s
