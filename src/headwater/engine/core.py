@@ -310,7 +310,7 @@ class EngineCore:
         self._runner.close()
 
     def _carry_out(self, call: ControlCall[Any]) -> object:
-        """The reply of a call that is answered at once."""
+        """Carry out a call that is answered at once, and return its reply."""
         match call:
             case Pause():
                 self.pause()
@@ -369,7 +369,7 @@ class EngineCore:
             self._scheduler.finish_job(outcome, now=now)
 
     def _hear_peers(self, peers: HandoffController, now: float) -> None:
-        """Pass on the messages that arrived."""
+        """Pass the events of peers that arrived to the hand-offs."""
         messages = self.completions.take_posted()
         self._num_received += len(messages)
         peers.receive(messages, now)

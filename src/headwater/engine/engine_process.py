@@ -84,7 +84,7 @@ class EngineProcess:
                 await self.kill()
 
     async def wait(self) -> str:
-        """Wait for its end and return the reason."""
+        """Wait until the process ends, and return the reason."""
         code = await self._child.wait()
         if self._reading is not None:
             await self._reading  # its last message may contain the reason

@@ -43,8 +43,7 @@ class Mailbox:
         self._arrived.set()
 
     def fail(self, error: HeadwaterError) -> None:
-        """No more outputs will come. The reader gets `error` after the outputs that are already
-        here."""
+        """End the outputs: the reader gets `error` after the outputs that are already here."""
         self._error = error
         self._arrived.set()
 

@@ -1,9 +1,10 @@
 """Control calls that take several turns of the loop: emptying cache tiers, and reloading weights.
 
-**Reset.** Requests go on running. Device and host are emptied at once. Storage is emptied only together with both: their blocks are
-known to be stored already, so they would never be written again. Storage is emptied when every
-write that began before has ended. When such a write does not end in time, the reset is refused;
-nothing waits for a storage call that does not return.
+**Reset.** Requests go on running. Device and host are emptied at once. Storage is emptied only
+together with both; otherwise their blocks, which count as stored already, would never be
+written again. Storage is emptied when every write that began before has ended. When such a
+write does not end in time, the reset is refused; nothing waits for a storage call that does not
+return.
 
 **Reload.** The loop goes on, so every token of the running requests is delivered. Weights are read
 only when no sequence runs, none is preempted, and no step, transfer or lookup is in flight. The

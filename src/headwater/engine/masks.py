@@ -230,7 +230,8 @@ class PendingMasks:
         words: MaskWords,
         begun: set[Future[None]],
     ) -> None:
-        """`words` are those of the rows of `together`; `begun` makes masks of `apart`."""
+        """`words` hold the masks of the rows of `together`; the futures `begun` make masks of
+        `apart`."""
         self._together = together
         self._apart = apart
         self._words = words

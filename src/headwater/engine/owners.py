@@ -15,7 +15,7 @@ class RequestOwners:
         return len(self._workers)
 
     def add(self, request_id: str, worker: bytes) -> None:
-        """`worker` gets the outputs of this request."""
+        """Let `worker` get the outputs of this request."""
         self._workers[request_id] = worker
 
     def remove(self, request_id: str) -> None:

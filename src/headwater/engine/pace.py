@@ -68,7 +68,7 @@ class StepCostEstimator:
         self.costs = StepCosts()
 
     def note_decode(self, num_rows: int, seconds: float) -> None:
-        """A step decoded this many rows and computed no prompt."""
+        """Learn from a step that decoded this many rows and computed no prompt."""
         size = num_rows.bit_length()
         known = self._decode_s.get(size, 0.0)
         memory = _SLOWER_MEMORY if seconds > known else _COST_MEMORY
@@ -77,7 +77,8 @@ class StepCostEstimator:
         self._publish(num_rows)
 
     def note_chunks(self, num_decodes: int, chunk_cost: float, seconds: float) -> None:
-        """A step computed prompt tokens of this cost together with this many decodes."""
+        """Learn from a step that computed prompt tokens of this cost together with this many
+        decodes."""
         if not num_decodes:
             if chunk_cost >= _LARGE_CHUNK:
                 self._prompt_token_s = _smoothed(self._prompt_token_s, seconds / chunk_cost)
@@ -153,8 +154,8 @@ class RateEstimator:
         result: StepResult | None,
         collected_s: float,
     ) -> None:
-        """One turn of the loop: the batch that was submitted, and the result that was
-        collected, if any."""
+        """Measure one turn of the loop, with the batch that was submitted and the result that
+        was collected, if any."""
         if batch is not None:
             self._submitted.append((_shape(batch), submitted_s))
         if result is not None:
@@ -177,8 +178,8 @@ class RateEstimator:
         )
 
     def _end_step(self, now: float, device_s: float) -> None:
-        """The oldest step ended. Time in which it waited for the previous step does not
-        count."""
+        """Learn from the oldest step, which has ended. Time in which it waited for the previous
+        step does not count."""
         shape, began_s = self._submitted.popleft()
         seconds = now - max(began_s, self._last_s)
         self._last_s = now

@@ -49,7 +49,7 @@ class Recording:
         self._thread.start()
 
     def note(self, request: Request, output: list[int]) -> None:
-        """A request ended with `output`. Never waits."""
+        """Queue a request that ended with `output` to be written. Never waits."""
         try:
             self._queue.put_nowait((request, output))
         except Full:

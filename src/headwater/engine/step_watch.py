@@ -42,7 +42,8 @@ class StepWatch:
         return self._clock.now()
 
     def note_step(self, began_s: float, num_tokens: int) -> None:
-        """A step that began at `began_s` and submitted `num_tokens` has just ended.
+        """Measure a step that began at `began_s`, submitted `num_tokens` and has just ended;
+        log a slow one.
 
         With two steps in flight, it may have waited for the tokens of the step before.
         """
