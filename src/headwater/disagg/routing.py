@@ -145,7 +145,7 @@ class RecentWork:
         self._at_s = 0.0
 
     def add(self, tokens: int, *, now: float) -> None:
-        """`tokens` were assigned now."""
+        """Count `tokens` that were assigned now."""
         self._tokens = self.tokens(now=now) + tokens
         self._at_s = now
 

@@ -160,8 +160,8 @@ class DecodeSide:
                     self._note_unresponsive(entry.peer, now)
 
     def reserved(self, sequence: Sequence, now: float) -> bool:
-        """The scheduler gave `sequence` its slots. Returns False if it does not belong to a
-        hand-off."""
+        """Let P send the blocks of `sequence` to the slots that the scheduler gave it. Returns
+        False if it does not belong to a hand-off."""
         entry = self._by_request.get(sequence.request_id)
         if entry is None:
             return False

@@ -262,7 +262,7 @@ class PeerReadServer:
         )
 
     def finish_push(self, event: PushDone | PushFailed, now: float) -> bool:
-        """A push ended. False if it was not a push of a peer read."""
+        """Process the end of a push. False if it was not a push of a peer read."""
         ended = self._jobs.pop(event.job, None)
         if ended is None:
             return False

@@ -55,11 +55,12 @@ class Outbound(Protocol):
         peer or a transfer engine reads them, it does so before the peer answers."""
 
     def answered(self, number: int) -> None:
-        """The peer has answered a frame. LinkBroken if that frame was not sent."""
+        """Release what a frame holds, because the peer has answered it. LinkBroken if that
+        frame was not sent."""
 
     def withdraw(self, number: int) -> None:
-        """The push was given up without an answer. The slots may change at once, and a copy
-        that the peer takes from then on must not count."""
+        """Make a frame invalid, because its push was given up without an answer. The slots may
+        change at once, so a copy that the peer makes from then on must not count."""
 
     def close(self) -> None:
         """Release what the connection used: it has ended, but threads that use it may not have
@@ -350,7 +351,7 @@ class StreamSender:
             self._end(pending)
 
     def _drop(self, connection: _Connection, reason: PushFailure) -> None:
-        """The connection has ended, and with it every push that has an unanswered frame."""
+        """End a lost connection, and every push that has an unanswered frame on it."""
         with self._changed:
             reason = PushFailure.CLOSED if self._closed else reason
             connection.is_up = False

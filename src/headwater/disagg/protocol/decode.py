@@ -186,7 +186,8 @@ class DecodeHandoff:
                 return []
 
     def reserved(self, start_block: int, slots: Sequence[int], now: float) -> Actions:
-        """The scheduler found room: blocks from `start_block` on go to `slots`."""
+        """The scheduler found room: grant P the blocks from `start_block` on, which go to
+        `slots`."""
         if self.state is not DecodeState.RESERVING:
             return []
         self.state = DecodeState.RECEIVING
@@ -206,14 +207,15 @@ class DecodeHandoff:
         return [*actions, Send(self._grant)]
 
     def block_received(self, index: int, num_bytes: int, now: float) -> Actions:
-        """The link wrote a block to its slot."""
+        """Count a block that the link wrote to its slot."""
         if self._tracker is None:
             return []
         self._tracker.add(index, num_bytes)
         return self._close_if_complete(now)
 
     def lease_closed(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
-        """The link writes nothing more to the slots, and reports what it received."""
+        """The link writes nothing more to the slots, and reports what it received: deliver the
+        prompt, compute the missing blocks, or free quarantined slots."""
         if self._tracker is None or self._lease_is_closed:
             return []
         self._lease_is_closed = True
@@ -232,13 +234,14 @@ class DecodeHandoff:
         return self._over(now, [LocalFallback(leading, self.outcome or Reason.GONE)])
 
     def lost(self, reason: Reason, now: float) -> Actions:
-        """The connection to P ended, or could not be made."""
+        """End the hand-off: the connection to P ended or could not be made."""
         if self.state is DecodeState.STARTING:
             return self._decline(reason, now)
         return self._fail(Reason.LOST, now, tell=False)
 
     def abort(self, now: float) -> Actions:
-        """The client has gone, or the request was aborted."""
+        """End the hand-off of an aborted request. Slots that P may still write to stay
+        quarantined."""
         if self.is_over:
             return []
         actions: Actions = [Send(Cancel(self.handoff, Reason.ABORTED))]

@@ -87,7 +87,8 @@ class PeerRead:
     def reserved(
         self, start_block: int, slots: Sequence[int], link: str, now: float
     ) -> Actions:
-        """The scheduler found room. P itself has the blocks before `start_block`."""
+        """The scheduler found room: ask D for the missing blocks. P itself has the blocks
+        before `start_block`."""
         if self.state is not PeerReadState.WAITING:
             return []
         wanted = min(self._num_found - start_block, len(slots))
@@ -101,21 +102,22 @@ class PeerRead:
         return [OpenLease(slots[:wanted]), Send(pull)]
 
     def announced(self, num_blocks: int, now: float) -> Actions:
-        """D says how many blocks it sends; 0 after another number is the report of a failed
+        """Process D's number of blocks that it sends; 0 after another number reports a failed
         push."""
         self._num_announced = num_blocks
         self._num_promised = max(self._num_promised, num_blocks)
         return self._fence_if_whole(now)
 
     def block_received(self, index: int, num_bytes: int, now: float) -> Actions:
-        """The link wrote a block to its slot."""
+        """Count a block that the link wrote to its slot."""
         if self._tracker is None:
             return []
         self._tracker.add(index, num_bytes)
         return self._fence_if_whole(now)
 
     def lease_closed(self, blocks: frozenset[int]) -> Actions:
-        """The link writes nothing more to the slots."""
+        """The link writes nothing more to the slots: let P compute the blocks that it did not
+        get, or free quarantined slots."""
         if self._is_quarantined:
             self._is_quarantined = False
             return [FreeQuarantined()]
@@ -125,7 +127,8 @@ class PeerRead:
         return self._over([LocalFallback(self.num_read, Reason.GONE)])
 
     def abort(self) -> Actions:
-        """The hand-off is over. Its slots stay quarantined until the lease is closed."""
+        """End the peer read of an aborted hand-off. Slots that D may still write to stay
+        quarantined until the lease is closed."""
         if self.state in (PeerReadState.WAITING, PeerReadState.OVER):
             self.state = PeerReadState.OVER
             return []

@@ -162,7 +162,7 @@ class PrefillHandoff:
         return self._push(now)
 
     def pushed(self, job: int, num_bytes: int, now: float) -> Actions:
-        """A push succeeded."""
+        """Count the bytes of a push that succeeded."""
         if self._pushing.pop(job, None) is None:
             return []
         self.num_bytes += num_bytes
@@ -177,11 +177,11 @@ class PrefillHandoff:
         return self._end(Reason.PUSH, tell=True)
 
     def dropped(self, now: float) -> Actions:
-        """The scheduler ended the request."""
+        """End the hand-off: the scheduler ended the request."""
         return [] if self.is_over else self._end(Reason.ABORTED, tell=True)
 
     def lost(self, now: float) -> Actions:
-        """The connection to D ended."""
+        """End the hand-off: the connection to D ended."""
         return [] if self.is_over else self._end(Reason.LOST)
 
     def tick(self, now: float) -> Actions:

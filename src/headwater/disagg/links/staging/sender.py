@@ -264,8 +264,8 @@ class StagedSender:
     def _settle(
         self, pending: _PendingPush, failure: PushFailure | None, *, num_ended: int = 0
     ) -> None:
-        """`num_ended` parts of a push have ended. After a failure no further part begins. When
-        no part is left, exactly one thread delivers the outcome."""
+        """Count `num_ended` parts of a push as ended. After a failure no further part begins.
+        When no part remains, exactly one thread delivers the outcome."""
         with self._changed:
             if pending.has_ended:
                 return
