@@ -158,7 +158,7 @@ def _duration(seconds: float) -> str:
 
 
 def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
-    """The memory in use by purpose: a tier that is full of idle blocks is normal."""
+    """Draw the memory in use by purpose. A tier that is full of idle blocks is normal."""
     axes.set_title("KV in each tier")
     axes.set_ylabel("GiB in use, all instances")
     times, unit = _times(series)
@@ -201,7 +201,7 @@ def _draw_queue(axes: "Axes", report: Report) -> None:
 
 
 def legend_above(axes: "Axes") -> None:
-    """A legend of one row between title and axes, so that it covers neither a line nor the
+    """Draw a legend of one row between title and axes, so that it covers neither a line nor the
     title."""
     axes.set_title(axes.get_title(), pad=26)
     axes.legend(

@@ -99,7 +99,8 @@ class LinkCost:
     """Copies that run at once; more wait. None means no limit."""
 
     step_share: float = 0.0
-    """Share by which a step becomes longer while one of the instance's own links is busy."""
+    """Share by which a step becomes longer while this link is busy; used for an instance's own
+    links only."""
 
     def __post_init__(self) -> None:
         if not self.bytes_s > 0 or self.latency_s < 0:

@@ -65,7 +65,7 @@ class SimInstance:
             )
             self.core.join(self.handoffs)
         self.served: list[SimRequest] = []
-        """All requests that this instance got, in the order in which they came."""
+        """All requests of this instance, in order of arrival."""
         self.samples = TimeSeries(times)
         """Samples over time: waiting, running, device blocks in use, device blocks held by
         requests, host blocks in use."""
@@ -86,8 +86,8 @@ class SimInstance:
         return (match.device_blocks + match.host_blocks) * self.cache.block_tokens
 
     def give(self, number: int, request: TraceRequest, now: float, served: SimRequest) -> None:
-        """A request arrives at `now`. If another instance computes its prompt, `served.prefill`
-        names that instance."""
+        """Accept a request that arrives at `now`. If another instance computes its prompt,
+        `served.prefill` names that instance."""
         if not self.core.has_work:
             self.wake(now)
         name = RequestId(str(number))
@@ -97,14 +97,14 @@ class SimInstance:
         self._fill()
 
     def wake(self, now: float) -> None:
-        """An event for this instance came at `now`; if its clock is behind, it is set to that
-        time."""
+        """Set the clock to `now`, the time of an event for this instance, unless the clock is
+        already later."""
         if self.clock.now() < now:
             self.samples.fill(now, self._row)
             self.clock.move_to(now)
 
     def ready_s(self) -> float:
-        """When its next turn begins if no event comes; infinite if never."""
+        """When the next turn begins if no event comes; infinite if never."""
         if self.core.has_work:
             return self.clock.now()
         return max(self._deadline_s(), self.clock.now())

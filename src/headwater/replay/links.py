@@ -2,9 +2,9 @@
 
 The copies on a link share its bandwidth evenly at every moment: a new copy slows the others,
 and a copy that ends speeds them up. The arithmetic is in bytes per copy: `_served` grows by
-bandwidth / copies each second, and all bytes of a copy are carried when `_served` has grown
-by the copy's bytes since the copy began. So each event costs one heap operation, however many copies are on
-the link.
+bandwidth / copies each second, and all bytes of a copy are carried when `_served` has grown by
+the copy's bytes since the copy began. So each event costs one heap operation for any number of
+copies on the link.
 """
 
 from collections import deque

@@ -91,7 +91,8 @@ def make_plan(
     num_jobs: int,
     advance: Callable[[], object] = lambda: None,
 ) -> Plan:
-    """Replay `load` with each of `configs`, in this many processes, and compare."""
+    """Replay `load` with each of `configs`, in `num_jobs` processes, and compare the
+    results."""
     points = _evaluate_all(configs, load, bounds, num_jobs, advance)
     for point, config in zip(points, configs, strict=True):
         point["price"] = prices.of(config)
@@ -115,7 +116,7 @@ def make_plan(
 
 
 def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Point:
-    """One replay; returns the part of its report that a plan uses. Runs in a separate
+    """Replay once, and return the part of the report that a plan uses. Runs in a separate
     process."""
     requests = load.requests()
     report = make_report(Simulator(config, requests).run(), bounds)

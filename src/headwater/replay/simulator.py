@@ -65,8 +65,8 @@ class Simulator:
         self._router = SimRouter(config.router, config.prefill_threshold)
 
     def run(self, advance: Callable[[int], None] = lambda ended: None) -> SimulationRun:
-        """Serve every request to its end. `advance` gets the number of requests that ended,
-        each time."""
+        """Serve every request to its end. After each turn in which requests end, `advance` gets
+        their number."""
         requests, at = self._requests, 0
         while True:
             arrival_s = requests[at].arrival_s if at < len(requests) else inf

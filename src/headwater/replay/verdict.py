@@ -10,7 +10,7 @@ _NEAR_BEST = 1.05
 """Without an SLO, a first token within 5 % of the best is good enough."""
 
 _NOT_FASTER = 0.99
-"""A smaller difference is not worth a sentence."""
+"""The verdict mentions no gain in the first token below 1 %."""
 
 
 def choose(points: Sequence[Point]) -> int | None:
