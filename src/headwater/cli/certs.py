@@ -27,7 +27,7 @@ development and tests; in production use your own CA.
 
 
 def add_certs(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
-    """The flags of the command."""
+    """Add the command to the parser of `headwater`."""
     parser: ArgumentParser = commands.add_parser(
         "certs",
         usage="headwater certs FOLDER NAME... [flags]",

@@ -47,7 +47,7 @@ _HOW = {
 
 
 def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
-    """The flags of the command."""
+    """Add the command to the parser of `headwater`."""
     parser: ArgumentParser = commands.add_parser(
         "check",
         usage="headwater check MODEL [flags]",

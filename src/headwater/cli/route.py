@@ -30,7 +30,7 @@ _ROUTER = RouterConfig(is_insecure=True)
 
 
 def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
-    """The flags of the command."""
+    """Add the command to the parser of `headwater`."""
     parser: ArgumentParser = commands.add_parser(
         "route",
         usage="headwater route [flags]",

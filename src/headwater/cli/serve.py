@@ -171,7 +171,8 @@ def _peers(options: Namespace) -> PeersConfig | None:
 
 
 def _peer_tls(options: Namespace) -> dict[str, str]:
-    """Files of mutual TLS with peers. Without a CA, peers could not be verified."""
+    """Files of mutual TLS with peers; empty without a CA, because peers could not be
+    verified."""
     files = {name: getattr(options, name) for name in TLS_FLAGS}
     return {name: path for name, path in files.items() if path and files["ssl_ca_certs"]}
 

@@ -47,7 +47,7 @@ While it runs: headwater status, scale decode=4, drain NAME, restart, logs NAME,
 
 
 def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
-    """The flags of the command."""
+    """Add the command to the parser of `headwater`."""
     parser: ArgumentParser = commands.add_parser(
         "up",
         usage="headwater up [-f FILE | --mixed N | --prefill N --decode N] [flags] [-- serve flags]",
@@ -315,7 +315,7 @@ def _gpus(options: Namespace, num_instances: int) -> list[int]:
 
 
 def _ports(options: Namespace, num_instances: int) -> list[int]:
-    """The port of each instance; 0 takes a free one."""
+    """The port of each instance; 0 means any free port."""
     if options.instance_ports is None:
         return [0] * num_instances
     first, dash, last = options.instance_ports.partition("-")

@@ -18,7 +18,7 @@ same kind of machine; servers that find the folder start without compiling.
 
 
 def add_warm(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
-    """The flags of the command."""
+    """Add the command to the parser of `headwater`."""
     parser: ArgumentParser = commands.add_parser(
         "warm",
         usage="headwater warm [MODEL] [flags]",
