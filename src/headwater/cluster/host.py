@@ -47,10 +47,10 @@ class RunningProcess(Protocol):
     """Process id and node, as a text for operators."""
 
     def stop(self) -> None:
-        """Ask it to finish its requests and end. Returns at once."""
+        """Ask the process to finish its requests and end. Returns at once."""
 
     def kill(self) -> None:
-        """Kill it. Returns at once."""
+        """Kill the process. Returns at once."""
 
 
 class ProcessHost(Protocol):

@@ -28,7 +28,7 @@ class ProcessSpec:
 
 
 def router_processes(spec: ClusterSpec) -> list[ProcessSpec]:
-    """The routers. Port 0 takes free ports."""
+    """The routers. With port 0, each takes a free port."""
     routers = spec.routers
     made = []
     for number in range(1, routers.count + 1):

@@ -87,7 +87,7 @@ class NodeProcess:
         return lines, code
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process, if it still runs."""
         if self._child.poll() is None:
             self._child.send_signal(number)
 

@@ -221,7 +221,7 @@ class ClusterSupervisor:
         self._say(f"{member.name} is started again in {delay_s:g} s")
 
     def _ended(self, member: Member) -> None:
-        """A drained member has ended."""
+        """Remove, restart or stop a drained member, whose process has ended."""
         if member.leaves:
             del self._members[member.name]
         elif member.starts_again:
