@@ -143,7 +143,8 @@ def _send() -> None:
 
 
 def _prefill(shape: str) -> None:
-    """An engine for each link that is asked for, one after the other, until the input ends."""
+    """Run an engine for each link that is asked for, one after the other, until the input
+    ends."""
     model = make_model(shape)
     torch.cuda.synchronize()
     _say({"ready": True})

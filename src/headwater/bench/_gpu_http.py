@@ -75,7 +75,8 @@ def served_model(folder: Path, device: str, *, is_quick: bool) -> ServedModel:
 def serving(
     served: ServedModel, *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[RunningServer, float]]:
-    """`headwater serve` when it is ready, and the seconds until then."""
+    """Start `headwater serve`; yield the server when it is ready, and the seconds until
+    then."""
     port, clock = free_port(), SystemClock()
     command = [sys.executable, "-m", "headwater", "serve", str(served.folder)]
     command += ["--device", served.device]
@@ -103,9 +104,9 @@ def serving(
 
 
 def measure_http(served: ServedModel, found: dict[str, Any]) -> None:
-    """A server with default settings: its first waves, then streaming completions with 200
-    prompt tokens, of which 192 are shared, and 128 output tokens. `together_N` are N requests
-    that all decode at the same time."""
+    """Measure a server with default settings: its first waves, then streaming completions with
+    200 prompt tokens, of which 192 are shared, and 128 output tokens. `together_N` are N
+    requests that all decode at the same time."""
     with serving(served) as (server, ready_s):
         found["ready_s"] = ready_s
         found["waves"] = _waves(server, served)
@@ -131,8 +132,8 @@ def measure_http(served: ServedModel, found: dict[str, Any]) -> None:
 
 
 def measure_first_waves(served: ServedModel, found: dict[str, Any]) -> None:
-    """The first requests of three servers: with a host tier on a machine that has compiled no
-    kernel, with the same host tier and those kernels, and without a host tier."""
+    """Measure the first requests of three servers: with a host tier on a machine that has
+    compiled no kernel, with the same host tier and those kernels, and without a host tier."""
     with tempfile.TemporaryDirectory() as cache:
         # Both names, because the second one takes precedence if it is set outside.
         kept = {"HEADWATER_CACHE": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}

@@ -1,4 +1,5 @@
-"""Mixtures of experts, with latent KV or without: decode and prefill as shares of what memory and tensor cores allow."""
+"""Mixtures of experts, with latent KV or without: decode and prefill, as shares of the limits
+of memory and tensor cores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,15 +14,15 @@ _BATCHES = (1, 32, 128, 256)
 
 
 class GpuParts:
-    """The parts, each measured when it is called; a part may use what an earlier one left."""
+    """The parts, each measured when it is called; a part may use models and results of earlier
+    parts."""
 
     def __init__(self, options: Namespace) -> None:
         self._options = options
         self._made: Any = None
         self._made_folder: Path | None = None
         self.closing = ExitStack()
-        """What a part has left running for later parts; it is closed at the end of the
-        benchmark."""
+        """Closes, at the end of the benchmark, what later parts shared: the model folder."""
         self.result: dict[str, Any] = {"model": options.model, "ceilings": {}, "failed": []}
 
     @property
@@ -53,7 +53,8 @@ class GpuParts:
             _gpu_engine.release_memory()
 
     def measures(self) -> dict[str, Callable[[], dict[str, Any] | None]]:
-        """Each part by its name. It returns its figures, or has put them into `result`."""
+        """The function of each part, by name. It returns figures, or None after it has put them
+        into `result`."""
         return {
             "copies": self._copies,
             "handoff": self._handoff,

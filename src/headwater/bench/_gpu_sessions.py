@@ -66,7 +66,8 @@ def spec_for(device: str, *, is_quick: bool) -> SessionSpec:
 
 
 def measure_sessions(served: ServedModel, spec: SessionSpec, found: dict[str, Any]) -> None:
-    """The cached share of each turn, and the time of all turns after the first, by round."""
+    """Measure the cached share of each turn, and the time of all turns after the first, by
+    round."""
     turns = range(2, spec.turns + 1)
     found["possible"] = [spec.possible(turn) for turn in turns]
     found["rounds"] = []

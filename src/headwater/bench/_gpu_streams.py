@@ -40,8 +40,8 @@ def measure_streams(
 def _roofline_ms(
     model: LoadedModel, rows: int, context: int, ceilings: dict[str, float]
 ) -> float:
-    """The time to read the KV, plus the time to read or to multiply the weights, whichever is
-    longer."""
+    """The time to read the KV, plus the longer of the times to read and to multiply the
+    weights."""
     read = weight_bytes(model)
     weights_ms = read / ceilings["memory_gb_s"] / 1e6
     flops_ms = 2 * (read / model.dtype.itemsize) * rows / ceilings["product_tflop_s"] / 1e9

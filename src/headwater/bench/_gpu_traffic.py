@@ -1,4 +1,5 @@
-"""Traffic with and without the host tier: prompts that never repeat, and a real conversation trace."""
+"""Traffic with and without the host tier: prompts that never repeat, and a conversation
+trace."""
 
 from pathlib import Path
 from typing import Any

@@ -131,7 +131,7 @@ def wrong_http(rng: random.Random, address: Address) -> int | None:
 
 
 def half_request(rng: random.Random, address: Address) -> int | None:
-    """A request that ends in the middle, with or without waiting for an answer."""
+    """The beginning of a request; then the client closes its sending side."""
     body = json.dumps({"prompt": "hello", "max_tokens": 4, "stream": True}).encode()
     raw = _raw("POST", "/v1/completions", body, {})
     cut = rng.randint(0, len(raw))
@@ -139,7 +139,7 @@ def half_request(rng: random.Random, address: Address) -> int | None:
 
 
 def slow_request(rng: random.Random, address: Address) -> int | None:
-    """A few bytes, a pause, a few bytes more; then the client is gone."""
+    """A few bytes, a pause, a few bytes more; then the client disconnects."""
     with contextlib.suppress(OSError), socket.create_connection(address, 2.0) as client:
         client.settimeout(0.2)
         for piece in (b"POST /v1/comp", b"letions HTTP/1.1\r\n", b"host: 127.0.0.1\r\n"):
@@ -156,7 +156,7 @@ def many_requests(rng: random.Random, address: Address) -> int | None:
 
 
 def good_request(rng: random.Random, address: Address) -> int | None:
-    """A valid request whose client leaves at any time."""
+    """A valid request whose client disconnects at any time."""
     body = {"prompt": "hello " * rng.randint(1, 40), "max_tokens": rng.randint(1, 12)}
     stream = rng.random() < 0.5
     raw = _raw("POST", "/v1/completions", json.dumps(body | {"stream": stream}).encode(), {})
@@ -164,7 +164,7 @@ def good_request(rng: random.Random, address: Address) -> int | None:
 
 
 def large_body(rng: random.Random, address: Address) -> int | None:
-    """Megabytes of values, of text or of nothing."""
+    """Megabytes of empty lists, messages, numbers or nested lists."""
     piece = rng.choice([b"[],", b'{"role":"user","content":"a"},', b"1,", b"[" * 200 + b"],"])
     field = rng.choice([b"prompt", b"messages", b"chat_template_kwargs", b"tools"])
     body = b'{"' + field + b'":[' + piece * (rng.randint(600_000, 3_000_000) // len(piece))

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 CALLS = ("contains", "read", "write", "remove", "open", "close")
 _BACKEND = "headwater.bench._hung_storage:HungStorage"
 _TIMEOUT_S = 0.5
-"""Deadline of every storage call after the stop; it only shortens the time until a breaker opens."""
+"""Deadline of every storage call after the stop; only shortens the time until a breaker
+opens."""
 
 _WRITE_S = 0.05
 """Time for the writes of one request to reach storage."""

@@ -12,7 +12,7 @@ from headwater.launch.rank_process import SPIN_S
 
 
 def main(descriptor: int) -> int:
-    """Answer steps until the other end is gone."""
+    """Answer steps until the other end closes the connection."""
     sock = socket.socket(fileno=descriptor)
     channel = RankChannel(sock, send_timeout_s=10.0, spin_s=SPIN_S)
     unpacker = StepUnpacker()

@@ -24,7 +24,8 @@ from headwater.types import RequestId
 _BLOCK_TOKENS = 4
 _SCALE = 512 // _BLOCK_TOKENS
 _CAPACITY_BLOCKS = 5_859
-"""Three million tokens of the trace."""
+"""Device blocks of each prefill or mixed instance: room for three million tokens of the
+trace."""
 
 _ALONE = {"output_caching": False}
 

@@ -147,8 +147,8 @@ class EchoRound:
         self.counts["blocks damaged"] += 1
 
     def _work(self) -> None:
-        """Some copies and calls end, successfully or not; some executors write garbage to their
-        targets."""
+        """Let some copies and calls end, successfully or not, and let some executors write
+        garbage to their targets."""
         copier, dice = self._engine.copier, self._dice
         for job in list(copier.pending):
             roll = dice.random()

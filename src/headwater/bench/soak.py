@@ -2,9 +2,9 @@
 
 Round after round, a small engine without a model serves a random workload while copies fail,
 storage calls return late or only after every request has ended, stored blocks are damaged,
-requests are aborted and the cache is reset. After each round every invariant must hold, and every token must
-be that of an uncached run. With `--model tiny` the engine has the built-in model, and real
-threads that fail.
+requests are aborted and the cache is reset. After each round, every invariant must hold, and
+every token must be that of an uncached run. With `--model tiny` the engine has the built-in
+model, and real threads that fail.
 
 Heap, resident and mapped memory are sampled after the rounds; the report has their slopes over the
 second half of the time, which are zero within noise when nothing leaks.
