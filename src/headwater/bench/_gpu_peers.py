@@ -36,7 +36,8 @@ def prefill_s(model: LoadedModel, num_tokens: int) -> float:
 
 
 def generate_tokens_s(model: LoadedModel, batch: int, *, prompt: int, output: int) -> float:
-    """Tokens per second of `generate` after the prompts, as the difference of two lengths."""
+    """Tokens per second of `generate` after the prompts, from the times of two output
+    lengths."""
     tokens = torch.randint(0, model.vocab_size, (batch, prompt), device=DEVICE)
     clock = SystemClock()
     with _own_attention(model) as module:
