@@ -283,7 +283,8 @@ class WriteQueue:
         self._to_storage.discard((node,))
 
     def drop(self, node: Node) -> None:
-        """There is no free host slot for `node`; it is written when it is a next victim."""
+        """Remove `node`, for which no host slot is free; it is written when it is in the
+        eviction window."""
         self._to_host.pop(node, None)
 
     def discard(self, nodes: Iterable[Node], tier: Tier) -> None:
