@@ -55,8 +55,7 @@ class Outbound(Protocol):
         peer or a transfer engine reads them, it does so before the peer answers."""
 
     def answered(self, number: int) -> None:
-        """Release what a frame holds, because the peer has answered it. LinkBroken if that
-        frame was not sent."""
+        """Release what an answered frame holds. LinkBroken if that frame was not sent."""
 
     def withdraw(self, number: int) -> None:
         """Make a frame invalid, because its push was given up without an answer. The slots may
@@ -286,7 +285,8 @@ class StreamSender:
     def _wait_check(
         self, pending: _PendingPush, connection: _Connection | None = None
     ) -> WaitCheck:
-        """Ends a wait at the push's deadline, at `close`, or when the connection has ended."""
+        """A check that ends waits at the push's deadline, at `close`, and at the end of the
+        connection."""
 
         def check_wait() -> None:
             if connection is not None and not connection.is_up:
