@@ -165,7 +165,8 @@ class MaskWorkers:
         return state
 
     def _begin_alone(self, row: MaskedRow, state: MaskState) -> set[Future[None]]:
-        """Start to make one mask. Returns nothing if the mask exists or is being made."""
+        """Start to make one mask and return its future, unless the mask exists, failed or is
+        being made."""
         if state.is_busy or state.error is not None or state.is_for(row.output):
             return set()
         state.is_busy = True
