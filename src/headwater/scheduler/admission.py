@@ -95,8 +95,7 @@ _NEAR_SHARE = 2
 this many of all blocks. With more, later ones would evict blocks of earlier ones."""
 
 _NEAR_LOOKS = 16
-"""These first sequences are determined again once changes of the queue exceed one in this many
-of them."""
+"""They are determined again after one change of the queue for each this many of them."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""
@@ -395,8 +394,7 @@ def _wait_end_s(sequence: Sequence, now: float) -> float:
 
 
 def _count_passes(blocked: list[Sequence]) -> int:
-    """Count that a sequence was admitted before `blocked`; return 1, or 0 if none is
-    blocked."""
+    """Count a pass for each of `blocked`; return 1, or 0 if none is blocked."""
     for sequence in blocked:
         sequence.num_passes += 1
     return 1 if blocked else 0

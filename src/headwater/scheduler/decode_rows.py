@@ -55,8 +55,8 @@ _FIELDS = (*_COUNTERS, *_LIMITS, "num_settled", "entry")
 class ProgressArrays:
     """The counters of many sequences: one array per counter, one column per sequence.
 
-    A column is used again when its sequence has left. `entry` distinguishes the sequences that
-    have had a column.
+    A column is used again when its sequence has no row any more. `entry` distinguishes the
+    sequences that have had a column.
     """
 
     num_scheduled: Counts
@@ -89,7 +89,7 @@ class ProgressArrays:
         return self._free.pop(), self._num_entries
 
     def free(self, column: int) -> None:
-        """Free `column`, whose sequence has ended or was preempted."""
+        """Free `column`, whose sequence has no row any more."""
         # A step in flight compares this with the entry that it knew (`changed`). So it notices
         # that its sequence has left, even when another one has the column by then.
         self.entry[column] = 0

@@ -92,9 +92,9 @@ class ItlTarget:
     host needs the whole target to launch a step, more tokens in it cost nothing."""
 
     short_share: float = 0.0
-    """Short prompts that wait together are spread over a few steps, so that a step takes at most
-    this share of a decode step for them and runs in a graph. 0, or decode steps longer than the
-    launches of a step, computes them as early as the target allows."""
+    """Short prompts that wait together are spread over a few steps, so that a step takes at
+    most this share of a decode step for them and runs in a graph. With 0, or if decode steps
+    are longer than the launches of a step, they are computed as early as the target allows."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.min_s < inf:
