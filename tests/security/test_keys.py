@@ -12,7 +12,7 @@ from headwater.errors import ConfigError
 from headwater.server.fair_share import FairShare
 from headwater.server.keys import KeyRing
 from tests.router.harness import run as run_router
-from tests.server.harness import error, run
+from tests.server.harness import error, events, run
 
 ALICE, BOB, ROOT, SCRAPER = (
     f"key-of-{name}-0123456789" for name in ("alice", "bob", "root", "x")
@@ -316,6 +316,35 @@ def test_the_share_of_a_key_counts_for_its_requests(tmp_path):
         assert dict(share._running) == {"alice": 6, "bob": 2}
         harness.engine.flow()
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+
+    run(scenario, api_keys_file=path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{"request_ids": ["mine"]}, {"abort_all": True}])
+def test_a_request_that_waits_for_the_engine_can_be_aborted(tmp_path, body, stream):
+    """It never reaches the engine; its client gets the same end as one that runs."""
+    path = write(tmp_path / "keys.json", {"name": "alice", "key": ALICE})
+
+    async def scenario(harness):
+        share = FairShare(1)
+        harness.service.shared.enter_engine = share.enter
+        async with share.enter("others", 1.0, 1):
+            fields = {"prompt": "x", "request_id": "mine", "n": 2, "stream": stream}
+            waiting = asyncio.create_task(
+                harness.post("/v1/completions", fields, headers=bearer(ALICE))
+            )
+            await harness.until(lambda: share.num_waiting == 1)
+            aborted = await harness.post("/v1/abort_requests", body, headers=bearer(ALICE))
+            assert aborted.json() == {"aborted": 2}
+            answer = await waiting
+            assert share.num_waiting == 0
+        if stream:
+            reasons = [event["choices"][0]["finish_reason"] for event in events(answer)]
+            assert reasons == ["abort", "abort"]
+        else:
+            error(answer, 499)
+        assert not share._running
 
     run(scenario, api_keys_file=path)
 

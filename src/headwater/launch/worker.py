@@ -198,8 +198,9 @@ class Worker:
     async def _abort_all(self) -> int:
         """Abort running requests: clients get a last event, not a broken connection."""
         num_running = self._readiness.num_running
-        with contextlib.suppress(EngineDead):
-            await self._engine.abort(None)
+        if self._service is not None:
+            with contextlib.suppress(EngineDead):
+                await self._service.abort_here(AbortScope())
         await self._readiness.wait_idle(CLOSE_S)
         return num_running
 

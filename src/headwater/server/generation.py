@@ -4,7 +4,7 @@ The endpoints differ only in how they write a delta.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from headwater.cache import Hint
 from headwater.engine.detokenizer import TextStream
+from headwater.engine.front import abort_output
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
@@ -151,6 +152,7 @@ _CONTEXT_TOKENS = 16
 """Number of last prompt tokens for the detokenizer, which looks back on fewer."""
 
 Emit = Callable[[Delta], Awaitable[None]]
+Outputs = AsyncGenerator[SequenceOutput, None]
 
 
 @dataclass(slots=True)
@@ -258,19 +260,23 @@ class Generation:
             ids = stack.enter_context(
                 service.live.enter(job.name, job.num_sequences, job.owner)
             )
+            generate = service.engine.generate
             if job.owner:
-                await stack.enter_async_context(
-                    service.shared.enter_engine(job.owner, job.share, job.num_sequences)
-                )
+                place = service.shared.enter_engine(job.owner, job.share, job.num_sequences)
+                async with service.live.waiting(ids) as wait:
+                    await stack.enter_async_context(place)
+                if wait.when() is not None:
+                    generate = _aborted
             alive = [choice for choice in self._choices if not choice.resumed.has_ended]
             requests = [self._request(choice, ids) for choice in alive]
             if len(requests) == 1:
-                await self._run_choice(alive[0], requests[0], emit)
+                await self._run_choice(alive[0], generate(requests[0]), requests[0], emit)
                 return
             try:
                 async with asyncio.TaskGroup() as group:
                     for choice, request in zip(alive, requests, strict=True):
-                        group.create_task(self._run_choice(choice, request, emit))
+                        outputs = generate(request)
+                        group.create_task(self._run_choice(choice, outputs, request, emit))
             except BaseExceptionGroup as errors:
                 raise _first(errors) from None
 
@@ -299,10 +305,12 @@ class Generation:
             )
         return transcripts
 
-    async def _run_choice(self, choice: ChoiceProgress, request: Request, emit: Emit) -> None:
+    async def _run_choice(
+        self, choice: ChoiceProgress, outputs: Outputs, request: Request, emit: Emit
+    ) -> None:
         timer = RequestTimer(self._service.recorder, self._service.clock)
         try:
-            async with aclosing(self._service.engine.generate(request)) as outputs:
+            async with aclosing(outputs):
                 async for output in outputs:
                     timer.record(output)
                     delta = choice.append(output)
@@ -378,6 +386,11 @@ class Generation:
         groups = [self._choices[at : at + many] for at in range(0, len(self._choices), many)]
         known = [[choice.usage for choice in group if choice.usage] for group in groups]
         return [usages[0] for usages in known if usages]
+
+
+async def _aborted(request: Request) -> Outputs:
+    """The outputs of a request that was aborted before the engine had it."""
+    yield abort_output(request.request_id)
 
 
 def _output_of(tokens: Sequence[int]) -> SequenceOutput:

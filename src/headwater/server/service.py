@@ -4,9 +4,9 @@ import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from hashlib import sha256
 from typing import TypeVar
 
@@ -65,6 +65,8 @@ class LiveRequests:
         self._max_sequences = max_sequences
         self._sequences: dict[str, list[RequestId]] = {}
         self._owners: dict[RequestId, str] = {}
+        self._waits: dict[RequestId, asyncio.Timeout] = {}
+        """Of sequences that wait for a place in the engine."""
         self.num_sequences = 0
 
     def check_size(self, num_sequences: int) -> None:
@@ -108,6 +110,28 @@ class LiveRequests:
                 self._sequences[name] = left
             else:
                 del self._sequences[name]
+
+    @asynccontextmanager
+    async def waiting(self, ids: Sequence[RequestId]) -> AsyncIterator[asyncio.Timeout]:
+        """In this block the sequences wait for a place in the engine. `abort_waiting` ends the
+        block; the result then has an end (`when`)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as wait:
+                self._waits |= dict.fromkeys(ids, wait)
+                try:
+                    yield wait
+                finally:
+                    for entry in ids:
+                        del self._waits[entry]
+
+    def abort_waiting(self, ids: Iterable[str] | None) -> int:
+        """End the waits of these sequences, or of all; return how many there were."""
+        wanted = list(self._waits) if ids is None else [RequestId(name) for name in ids]
+        known = [self._waits[entry] for entry in wanted if entry in self._waits]
+        waits = [wait for wait in known if wait.when() is None]
+        for wait in waits:
+            wait.reschedule(asyncio.get_running_loop().time())
+        return len(waits)
 
     def sequences_of(self, name: str) -> list[RequestId]:
         """The engine's ids of the sequences that run for this request id."""
@@ -211,12 +235,15 @@ class Service:
     async def abort_here(self, scope: AbortScope) -> int:
         """Abort requests of this worker; return how many were running."""
         if scope.names is None and scope.owner is None:
-            return await self.engine.abort(None)
+            return await self._abort(None)
         own = None if scope.owner is None else self.live.sequences_of_owner(scope.owner)
         if scope.names is None:
-            return await self.engine.abort(sorted(own or ()))
+            return await self._abort(sorted(own or ()))
         found = [entry for name in scope.names for entry in self.live.sequences_of(name)]
-        return await self.engine.abort([e for e in found if own is None or e in own])
+        return await self._abort([e for e in found if own is None or e in own])
+
+    async def _abort(self, ids: Sequence[str] | None) -> int:
+        return self.live.abort_waiting(ids) + await self.engine.abort(ids)
 
     @property
     def model_name(self) -> str:
