@@ -73,7 +73,8 @@ class ConnectionGuard:
         return connection in self._open
 
     def renew(self, connection: "GuardedProtocol") -> None:
-        """A connection has sent a response: those that wait longer are closed before it."""
+        """Note that a connection has sent a response: connections that wait longer are closed
+        before it."""
         if connection in self._open:
             self._open.move_to_end(connection)
 

@@ -37,8 +37,8 @@ def _fp8_gemm(x, weight, x_scales, w_scales, out, partial, arrived, rows, factor
               OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
               K: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
               ACTIVATION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """`N` is the number of rows of the weight in a tile, and `OUTPUTS` the number of outputs of
-    the result."""
+    """Compute one tile, or a part of its inputs. `N` is the number of rows of the weight in a
+    tile, and `OUTPUTS` the number of outputs of the result."""
     start_early(EARLY)
     tile = tl.program_id(0)
     part = tl.program_id(1)

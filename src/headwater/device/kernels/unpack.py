@@ -163,7 +163,8 @@ def int4_products(w, initial, a, b, c, d, e, f, g, h):  # noqa: ANN201 - Triton'
 
 @triton.jit
 def e2m1_products(w, a, b, c, d, e, f, g, h):  # noqa: ANN201 - Triton's own types
-    """The sum of products of the 16 e2m1 codes of 64 bits and of pairs of inputs, 2 ** 14 too small.
+    """The sum of products of the 16 e2m1 codes of 64 bits and of pairs of inputs, divided by
+    2 ** 14.
 
     `a` and `b` belong to nibble 0 of the first and the other 32 bits, `c` and `d` to nibble 1,
     and so on. Products and their sums are float16.
@@ -185,8 +186,8 @@ def e4m3_products(w, a, b, c, d):  # noqa: ANN201 - Triton's own types
 
 @triton.jit
 def int4_integers(w, zero):  # noqa: ANN201 - Triton's own types
-    """`code - zero` of the nibbles of 16-bit numbers: four tensors of the type of `zero`, which is
-    bfloat16 or float16, and 128 or 1024 too high."""
+    """`code - zero` of the nibbles of 16-bit numbers: four tensors of the type of `zero`. The
+    caller adds 128 (bfloat16) or 1024 (float16) to `zero`, as the PTX does to codes."""
     asm: tl.constexpr = _INT4_BFLOAT16 if zero.dtype == tl.bfloat16 else _INT4_FLOAT16
     return tl.inline_asm_elementwise(
         asm, "=&r,=&r,=&r,=&r,r,r", [w, zero], dtype=(zero.dtype, zero.dtype, zero.dtype, zero.dtype), is_pure=True, pack=2,
@@ -205,8 +206,8 @@ def int4_numbers(w, zero, scale):  # noqa: ANN201 - Triton's own types
 
 @triton.jit
 def e2m1_numbers(w, scale):  # noqa: ANN201 - Triton's own types
-    """Values of the nibbles of 16-bit numbers times `scale`: four tensors of its type, which is
-    bfloat16 or float16, 2 ** 126 or 2 ** 14 too small."""
+    """Values of the nibbles of 16-bit numbers times `scale`, divided by 2 ** 126 (bfloat16) or
+    2 ** 14 (float16): four tensors of the type of `scale`."""
     asm: tl.constexpr = _E2M1_BFLOAT16 if scale.dtype == tl.bfloat16 else _E2M1_FLOAT16
     return tl.inline_asm_elementwise(
         asm, "=&r,=&r,=&r,=&r,r,r", [w, scale],

@@ -16,7 +16,7 @@ from headwater.types import BlockKey
 
 
 class SlotEntry(NamedTuple):
-    """A slot of a slab, and the block in it or about to be."""
+    """A slot of a slab, and the block that is in it or will be written to it."""
 
     slab: Slab
     entry: Entry
