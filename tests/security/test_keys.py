@@ -89,7 +89,7 @@ def test_tenants_share_no_prefixes(keys_file):
 
 
 def test_requests_of_other_tenants_are_the_admins_business(keys_file):
-    """/stats shows a client its own requests, and it can abort only its own."""
+    """/stats shows a client its own requests, and a client can abort only its own."""
 
     async def scenario(harness):
         harness.engine.hold()

@@ -115,7 +115,7 @@ def test_messages_sends_pieces_of_the_input():
 
 
 def test_responses_sends_pieces_of_the_arguments():
-    """Items are in the order of the answer, and those of the last event."""
+    """Items are in the order of the answer, and are the same as in the last event."""
 
     async def scenario(harness):
         events = await stream(harness, RESPONSES)
