@@ -156,7 +156,7 @@ class _Replay:
         return path, min(next(missing, num_blocks), num_blocks)
 
     def _serve(self, owner: RequestId, path: TokenPath, whole: Tokens, found: int) -> None:
-        """One request, from its match to its release."""
+        """Serve one request, from its match to its release."""
         cache, now, size = self._cache, self._now, self._cache.block_tokens
         num_prompt, counts = len(path.tokens), self._counts
         match = cache.match(path, (num_prompt - 1) // size)

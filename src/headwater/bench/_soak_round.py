@@ -117,7 +117,7 @@ class EchoRound:
             self._clock.advance(sleep_s)
 
     def _disturb(self) -> None:
-        """Aborts, resets, and damaged blocks."""
+        """Abort requests, reset tiers and damage blocks, at random."""
         dice, core = self._dice, self._engine.core
         if dice.random() < 0.005:
             core.reset_cache(dice.choice(RESETS), self._note_reset)

@@ -126,7 +126,7 @@ def metadata_bytes(cache: TieredCache) -> int:
 
 
 def _serve(cache: TieredCache, owner: RequestId, prompt: Tokens, whole: Tokens) -> None:
-    """One request, from its match to its release."""
+    """Serve one request, from its match to its release."""
     size = cache.block_tokens
     path = TokenPath(prompt)
     lease = cache.lease(cache.match(path, (len(prompt) - 1) // size), owner=owner, now=0.0)
