@@ -61,7 +61,7 @@ class HostBlockLog:
         self._changes: list[HostChange] = []
 
     def arrived(self, node: Node, start: int, slots: Slots) -> None:
-        """Blocks [start, start + len(slots)) of `node` are in host `slots`."""
+        """Record that blocks [start, start + len(slots)) of `node` are in host `slots`."""
         if node.media is not None:
             return  # a block with media cannot be described by its tokens
         end, stride = start + len(slots), self._tree.stride
@@ -76,7 +76,8 @@ class HostBlockLog:
         )
 
     def cleared(self) -> None:
-        """Host blocks were removed on purpose. Changes that were not taken yet are dropped."""
+        """Record that host blocks were removed on purpose; drop the changes that were not taken
+        yet."""
         self._changes = [HostCleared()]
 
     def take(self) -> list[HostChange]:

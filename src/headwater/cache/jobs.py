@@ -61,7 +61,7 @@ class JobRecord:
         return self.cold and node.used in self.used
 
     def divide(self, head: Node, tail: Node, at: int) -> None:
-        """`tail` was split before its block `at`; `head` is the new node with the first part.
+        """Divide segments as `tail` was split, before its block `at`; `head` has the first part.
 
         before   | . . . . tail . . . . |     segment: [start, end) of tail
         after    | head  |     tail     |     [start, at) of head, [0, end - at) of tail

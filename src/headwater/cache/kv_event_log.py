@@ -68,7 +68,7 @@ class KVEventLog:
         self._is_cleared = False
 
     def stored(self, node: Node, tier: Tier, start: int, end: int) -> None:
-        """Blocks [start, end) of `node` are in `tier` from now on."""
+        """Record that blocks [start, end) of `node` are in `tier` now."""
         if start < end:
             keys = node.keys
             if keys is None or len(keys) < end:
@@ -77,8 +77,8 @@ class KVEventLog:
             self._records.append((tier, keys, start, end, before, node.tokens, node.namespace))
 
     def removed(self, node: Node, tier: Tier, start: int, end: int) -> None:
-        """Blocks [start, end) of `node` have left `tier`. Their keys are known, because they were
-        computed when the blocks were recorded as stored."""
+        """Record that blocks [start, end) of `node` have left `tier`. Their keys are known,
+        because they were computed when the blocks were recorded as stored."""
         if start < end:
             keys = node.keys
             if keys is None or len(keys) < end:

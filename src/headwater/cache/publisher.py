@@ -125,7 +125,8 @@ class Publisher:
         self._report(node, start, node.num_blocks)
 
     def _report(self, node: Node, start: int, end: int) -> None:
-        """Blocks [start, end) of `node` are on the device from now on."""
+        """Publish events for blocks [start, end) of `node`, which are on the device now, and
+        queue them for writing if the policy says so."""
         if self._events is not None:
             self._events.stored(node, _DEVICE, start, end)
         if self._writes.through:

@@ -213,9 +213,10 @@ class WriteQueue:
             self._to_host[node] = True
 
     def add_committed(self, node: Node) -> None:
-        """`node` got new device blocks. Under `auto` they only fill free host slots: evicting
-        for them would replace a block that is in no other tier by a duplicate. A few blocks wait
-        for more, or for the end of the request: until then its lease keeps them anyway."""
+        """Queue `node`, which got new device blocks. Under `auto` they only fill free host
+        slots: evicting for them would replace a block that is in no other tier by a duplicate.
+        A few blocks wait for more, or for the end of the request: until then its lease keeps
+        them anyway."""
         if self._policy is not _AUTO:
             self.add(node)
         elif self._host.pool.num_free and len(node.device) - len(node.host) >= _SHORT_RUN:

@@ -67,10 +67,11 @@ class EvictionPolicy(Protocol):
         unchanged."""
 
     def add(self, node: Node, now: float) -> None:
-        """`node` became evictable after being used: last in the order."""
+        """Add `node`, which became evictable after being used, at the end of the order."""
 
     def add_cold(self, node: Node, now: float) -> None:
-        """`node` became evictable again without being used: first in the order."""
+        """Add `node`, which became evictable again without being used, at the beginning of the
+        order."""
 
     def close(self, node: Node) -> None:
         """The client said that no request will use `node` again: move it to the front of the

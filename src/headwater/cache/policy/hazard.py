@@ -109,7 +109,7 @@ class HazardModel:
         table[:, :NUM_BINS] = self._all_densities(hazards)
 
     def learn(self, classes: Ints, bins: Ints, returned: NDArray[np.bool_]) -> None:
-        """One training step. Each sample says whether a run of a class was used again in a
+        """Make one training step. Each sample says whether a run of a class was used again in a
         bin."""
         features, groups = self._features[classes], self._group[bins] + 1
         weights = self.weights
