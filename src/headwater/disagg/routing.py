@@ -21,11 +21,11 @@ _RECENT_WEIGHT = 0.02
 """One token of recent work costs as much as this many prompt tokens."""
 
 _CAP = 1.5
-"""An instance with more recent work than this many times the mean is not chosen …"""
+"""An instance with more recent work than this many times the mean is not chosen, unless the
+work is at most `CAP_SLACK_TOKENS` above the mean."""
 
 CAP_SLACK_TOKENS = 65_536
-"""… unless it is less than this above the mean: a cluster with little load has no overload to
-avoid."""
+"""See `_CAP`: a cluster with little load has no overload to avoid."""
 
 
 BACKLOG_TOKENS = 65_536

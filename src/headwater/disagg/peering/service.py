@@ -175,7 +175,7 @@ class PeerService:
         return HandshakeTerms("peer", self._config.token, self._config.block_bytes)
 
     def greeting_check(self) -> WaitCheck:
-        """Limits the time of a whole handshake."""
+        """A check that limits the time of a whole handshake."""
         return timeout_check(self._clock, self._config.greeting_timeout_s)
 
     def stall_check(self) -> WaitCheck:
