@@ -108,7 +108,8 @@ class KVLoader:
         self._mean_tokens = 0.0
         """Mean prompt length of recent sequences."""
         self.finish_overlapped: FinishOverlapped | None = None
-        """Called when a load ended during which a sequence computed."""
+        """Called when a load has ended whose sequence computes its first chunk at the same
+        time."""
         self.layerwise = False
         """Whether the runner can compute a chunk before the load that it reads has ended."""
         self.overlappable: LoadJob | None = None

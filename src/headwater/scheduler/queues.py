@@ -192,7 +192,7 @@ class SequenceTable:
         return singles
 
     def leave_rows(self, sequence: Sequence) -> None:
-        """From now on `sequence` is handled on its own."""
+        """Take `sequence` out of the decode rows; from now on it is handled on its own."""
         if sequence.has_row:
             self.rows.remove(sequence)
 

@@ -1,10 +1,10 @@
 """Decides what the next step computes, and applies the results of the last one.
 
 Pure: no I/O, no threads, no clock. Decodes come first. Prefills and waiting sequences share the
-step's other tokens: waiting ones are admitted while they have tokens and the pool has blocks.
-`pacing` says how many tokens, and which prefill is next. `schedule` returns a
-step and `advance` applies its result; one more step may be scheduled in between. The cost of a
-step grows with the number of sequences, never with the number of blocks.
+step's other tokens: waiting ones are admitted while the step has tokens and the pool has
+blocks. `pacing` decides how many tokens a step has, and which prefill is next. `schedule`
+returns a step and `advance` applies its result; one more step may be scheduled in between. The
+cost of a step grows with the number of sequences, never with the number of blocks.
 """
 
 from collections import deque
@@ -91,7 +91,9 @@ class Scheduler:
         self._writes: list[OffloadJob] = []
         """Offloads that are planned and not taken by the loop yet."""
         self._is_stalled = self._was_idle = False
-        """Whether nothing can be scheduled before a transfer ends or a wait times out."""
+        """`_is_stalled`: nothing can be scheduled before a transfer ends or a wait times out.
+        `_was_idle`: the last call of `schedule` found nothing to compute, with no step in
+        flight."""
         self._recheck_s = inf
         """Earliest timeout of a wait of the sequences that the last pass over the queue
         reached. Waits of other sequences do not wake the loop, because the next pass would not
@@ -198,8 +200,8 @@ class Scheduler:
         )
 
     def allow_overlap(self) -> None:
-        """The runner waits for loads layer by layer, so a first chunk may start before its load
-        is done."""
+        """Let a first chunk start before its load is done: the runner waits for loads layer by
+        layer."""
         self._loader.layerwise = True
 
     def learn(self, rates: MeasuredRates) -> None:
