@@ -26,6 +26,8 @@ api_keys_file: /etc/keys.json
 tls: {certfile: c.pem, keyfile: k.pem, ca_certs: ca.pem}
 """
 
+SPREAD = "the node with the fewest instances first, if it has room"
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -96,6 +98,22 @@ def test_a_dry_run_prints_every_command_line_and_refuses_unknown_flags(path, cap
     path.write_text(FILE.replace("max-model-len", "max-modle-len"))
     assert main(["up", "-f", str(path), "--dry-run"]) == 1
     assert "--max-modle-len" in capsys.readouterr().err
+
+
+def test_a_dry_run_for_ray_says_what_each_instance_asks_for(tmp_path, capsys):
+    """The command needs no Ray. All ranks of an instance are one request."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "roles: {prefill: {count: 1}, decode: {count: 1}}\n"
+        "gpus_per_instance: 2\ntensor_parallel_size: 2\n"
+        "ray: {cpus_per_instance: 8, prefill_near_decode: true}\n"
+    )
+    assert main(["up", "-f", str(path), "--dry-run", "--ray"]) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "prefill-1 asks for 8 CPUs and 2 GPUs on one node",
+        "decode-1 asks for 8 CPUs and 2 GPUs on one node",
+        f"placement: decode instances on nodes with prefill instances; else {SPREAD}",
+    ]
 
 
 def test_the_schema_in_the_project_is_the_one_of_the_code(capsys):

@@ -24,6 +24,9 @@ class SimulatedProcess:
         url = f"http://127.0.0.1:{9000 + len(self.host.started)}"
         self.tell(ProcessEvent(self.process.name, self.run, url=url))
 
+    def waits(self, why):
+        self.tell(ProcessEvent(self.process.name, self.run, waits=why))
+
     def end(self, how="signal 9"):
         self.is_alive = False
         self.tell(ProcessEvent(self.process.name, self.run, is_exit=True, exit_text=how))
@@ -37,7 +40,8 @@ class SimulatedProcess:
 
 
 class SimulatedHost:
-    """Records what was started; everything is ready at once, unless named in `broken`."""
+    """Records what was started; everything is ready at once, unless named in `broken`, or in
+    `unplaced`, for which there is no node."""
 
     assigns_gpus = False
     ignores_stop = False
@@ -45,15 +49,22 @@ class SimulatedHost:
     def __init__(self):
         self.started = []
         self.broken = set()
+        self.unplaced = set()
+        self.released = []
 
     def start(self, process, run, tell):
         made = SimulatedProcess(self, process, run, tell)
         self.started.append(made)
         if process.name in self.broken:
             made.end("exit code 1")
+        elif process.name in self.unplaced:
+            made.waits(f"{process.name} asks for much")
         else:
             made.ready()
         return made
+
+    def release(self, name):
+        self.released.append(name)
 
     def close(self):
         pass
@@ -119,6 +130,14 @@ class Cluster:
             if self.states().get(name) == state:
                 return
         raise AssertionError((name, state, self.states(), self.lines))
+
+    def until_runs(self, name, count):
+        """Wait until it was started so many times and is ready."""
+        for _ in range(500):
+            if len(self.host.runs(name)) == count:
+                break
+            self.states()
+        self.until(name, "ready")
 
     def stop(self):
         self.supervisor.stop()
@@ -253,4 +272,69 @@ def test_instances_have_gpus_of_their_own():
     seen = [one.process.environment["CUDA_VISIBLE_DEVICES"] for one in cluster.host.started[1:]]
     assert seen == ["4", "5", "6"]
     assert "need more than the 3 GPUs" in cluster.ask("scale", roles={"mixed": 4})["error"]
+    cluster.stop()
+
+
+def test_an_instance_without_a_node_does_not_hold_the_others():
+    """The cluster is ready without it and restarts its other instances; it starts when a node
+    has room."""
+    cluster = Cluster()
+    cluster.host.unplaced = {"decode-2"}
+    cluster.start()
+    assert cluster.states()["decode-2"] == "waiting"
+    assert "decode-2 asks for much" in cluster.lines
+
+    cluster.ask("restart", names=["decode-1"])
+    cluster.until_runs("decode-1", 2)
+    process = cluster.host.runs("decode-2")[0]
+    process.waits("")
+    cluster.until("decode-2", "starting")
+    process.ready()
+    cluster.until("decode-2", "ready")
+    cluster.stop()
+
+
+def test_a_cluster_is_not_ready_while_a_role_has_no_instance():
+    """Without a prefill instance it could not answer; it stops when told to."""
+    cluster = Cluster()
+    cluster.host.unplaced = {"prefill-1"}
+    cluster.thread.start()
+    cluster.until("decode-2", "ready")
+    assert not cluster.ready.is_set()
+    cluster.host.runs("prefill-1")[0].waits("")
+    cluster.host.runs("prefill-1")[0].ready()
+    assert cluster.ready.wait(10)
+    cluster.stop()
+
+
+def test_an_instance_that_waits_for_a_node_can_be_scaled_away():
+    """Nothing of it is left."""
+    cluster = Cluster()
+    cluster.host.unplaced = {"decode-2"}
+    cluster.start()
+    cluster.ask("scale", roles={"decode": 1})
+    cluster.until("decode-2", None)
+    cluster.stop()
+    assert not [one for one in cluster.host.started if one.is_alive]
+
+
+def test_a_place_is_kept_until_the_process_is_not_started_again():
+    """A death or a rolling restart keeps it; a drain, a scale down and the last death give it
+    back."""
+    cluster = Cluster(restart=RestartSpec(max_restarts=1)).start()
+    cluster.host.runs("decode-1")[-1].end()
+    cluster.until("decode-1", "restarting")
+    cluster.clock.now_s += 2
+    cluster.until("decode-1", "ready")
+    cluster.ask("restart", names=["decode-1"])
+    cluster.until_runs("decode-1", 3)
+    assert cluster.host.released == []
+
+    cluster.ask("drain", name="prefill-1")
+    cluster.until("prefill-1", "stopped")
+    cluster.ask("scale", roles={"decode": 1})
+    cluster.until("decode-2", None)
+    cluster.host.runs("decode-1")[-1].end()
+    cluster.until("decode-1", "failed")
+    assert cluster.host.released == ["prefill-1", "decode-2", "decode-1"]
     cluster.stop()

@@ -265,6 +265,12 @@ def _dry_run(spec: "ClusterSpec", options: Namespace) -> int:
     for process in (*routers, *instances):
         _check_process(process)
         sys.stdout.write(f"{process.name}: {shlex.join(('headwater', *process.arguments))}\n")
+    if options.ray is not None:
+        from headwater.cluster.placement import describe_policy, describe_request
+
+        for process in instances:
+            sys.stdout.write(describe_request(process, spec.ray) + "\n")
+        sys.stdout.write(describe_policy(spec.ray) + "\n")
     return 0
 
 

@@ -31,6 +31,9 @@ class ProcessEvent(NamedTuple):
     line: str = ""
     """A warning or an error that it logged."""
 
+    waits: str | None = None
+    """Why it has no place yet; empty when it has one again."""
+
     is_exit: bool = False
     exit_text: str = ""
     """How it ended, as a text for operators."""
@@ -62,6 +65,10 @@ class ProcessHost(Protocol):
     def start(self, process: ProcessSpec, run: int, tell: Tell) -> RunningProcess:
         """Start `process` for the `run`-th time. Returns at once; `tell` receives its
         events."""
+
+    def release(self, name: str) -> None:
+        """The process has ended and is not started again for now: give back what is reserved for
+        it. Returns at once."""
 
     def close(self) -> None:
         """Release resources. All processes have ended or were killed."""
@@ -154,6 +161,9 @@ class LocalHost:
     def start(self, process: ProcessSpec, run: int, tell: Tell) -> RunningProcess:
         log = LogFile(self._logs / f"{process.name}.log")
         return LocalProcess(process, run, tell, lifeline=self._lifeline, log=log)
+
+    def release(self, name: str) -> None:
+        """Nothing is reserved on this machine."""
 
     def close(self) -> None:
         os.close(self._held)

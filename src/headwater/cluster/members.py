@@ -1,6 +1,7 @@
 """One process of a cluster over all its starts, and when it is started again. Pure."""
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -12,6 +13,9 @@ from headwater.cluster.spec import RestartSpec
 
 class MemberState(Enum):
     """The state of a member."""
+
+    WAITING = "waiting"
+    """No node has room for it; it starts as soon as one has."""
 
     STARTING = "starting"
     READY = "ready"
@@ -73,6 +77,14 @@ class Member:
             return None
         return min(policy.first_delay_s * (1 << (len(self.deaths) - 1)), policy.max_delay_s)
 
+    def note_placement(self, *, waits: bool) -> None:
+        """Record that the instance waits for a node with room, or has one again."""
+        before, after = MemberState.WAITING, MemberState.STARTING
+        if waits:
+            before, after = after, before
+        if self.state is before:
+            self.state = after
+
     def describe(self) -> dict[str, Any]:
         """A row of `headwater status`."""
         return {
@@ -84,3 +96,12 @@ class Member:
             "restarts": max(self.run - 1, 0),
             "last_exit": self.last_exit,
         }
+
+
+def can_serve(members: Collection[Member]) -> bool:
+    """Whether all members are ready. Those that wait for a node do not count, while each role has
+    a ready one."""
+    ready = {m.process.role for m in members if m.state is MemberState.READY}
+    waiting = {m.process.role for m in members if m.state is MemberState.WAITING}
+    counted = (MemberState.READY, MemberState.WAITING)
+    return waiting <= ready and all(m.state in counted for m in members)

@@ -71,9 +71,18 @@ class RaySpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     address: str | None = None
     """None means the cluster of the environment (`RAY_ADDRESS`) or of this machine."""
 
+    node_address: str | None = None
+    """Address of the Ray node on this machine that `headwater up` is attached to; None lets Ray
+    choose, and it prefers the head."""
+
     cpus_per_instance: Annotated[float, Meta(gt=0, le=1024)] = 1.0
     strategy: Literal["SPREAD", "PACK"] = "SPREAD"
-    """Placement of instances on nodes. The ranks of one instance are always on one node."""
+    """SPREAD prefers nodes with few instances, PACK those with many. The ranks of one instance are
+    always on one node."""
+
+    prefill_near_decode: bool = False
+    """Place decode instances on nodes with prefill instances, as far as these have room;
+    `strategy` places the prefill instances."""
 
 
 class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

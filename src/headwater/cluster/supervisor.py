@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from headwater.clock import Clock
 from headwater.cluster.host import ProcessEvent, ProcessHost
-from headwater.cluster.members import Member, MemberState
+from headwater.cluster.members import Member, MemberState, can_serve
 from headwater.cluster.processes import (
     ProcessSpec,
     instance_names,
@@ -89,8 +89,9 @@ class ClusterSupervisor:
     def run(self, on_ready: Callable[[Sequence[Member]], None]) -> None:
         """Start everything and keep it running until `stop`.
 
-        `on_ready` is called once, when all members are ready. Raises EngineDead if a process
-        dies before it was ever ready; then all other processes are stopped.
+        `on_ready` is called once, when all members are ready that have a place. Raises
+        EngineDead if a process dies before it was ever ready; then all other processes are
+        stopped.
         """
         try:
             for process in router_processes(self._spec):
@@ -175,7 +176,7 @@ class ClusterSupervisor:
         member.running.stop()
 
     def _all_ready(self) -> bool:
-        return all(m.state is MemberState.READY for m in self._members.values())
+        return can_serve(self._members.values())
 
     # Events
 
@@ -185,6 +186,9 @@ class ClusterSupervisor:
             return  # an event of an earlier start
         if event.line:
             self._say(f"{member.name}: {event.line}")
+        if event.waits is not None:
+            self._say(event.waits or f"{member.name} has a place now")
+            member.note_placement(waits=bool(event.waits))
         if event.url and member.state is MemberState.STARTING:
             member.state, member.url = MemberState.READY, event.url
             if member.process.is_router:
@@ -211,6 +215,7 @@ class ClusterSupervisor:
         delay_s = member.next_delay_s(self._spec.restart, now)
         if delay_s is None:
             member.state = MemberState.FAILED
+            self._release(member)
             self._say(
                 f"{member.name} died {len(member.deaths)} times within "
                 f"{self._spec.restart.within_s:g} s and stays down; "
@@ -222,19 +227,23 @@ class ClusterSupervisor:
 
     def _ended(self, member: Member) -> None:
         """Remove, restart or stop a drained member, whose process has ended."""
-        if member.leaves:
-            del self._members[member.name]
-        elif member.starts_again:
+        if member.starts_again and not member.leaves:
             member.starts_again = False
             self._start(member)
         else:
             member.state, member.due_s = MemberState.STOPPED, None
+            self._release(member)
+        if member.leaves:
+            del self._members[member.name]
         self._say(f"{member.name} has drained")
+
+    def _release(self, member: Member) -> None:
+        self._hosts[member.process.role].release(member.name)
 
     def _do_due(self) -> None:
         now = self._clock.now()
         for member in list(self._members.values()):
-            if member.due_s is not None and member.due_s <= now:
+            if member.due_s is not None and member.due_s <= now and not self._is_stopping:
                 self._start(member)
             if member.kill_s is not None and member.kill_s <= now:
                 member.kill_s = None
@@ -386,15 +395,4 @@ class ClusterSupervisor:
             member = self._members.get(item.name)
             if item.is_exit and member is not None and item.run == member.run:
                 member.running, member.kill_s = None, None
-        self._do_due_kills()
-
-    def _do_due_kills(self) -> None:
-        now = self._clock.now()
-        for member in self._members.values():
-            if (
-                member.kill_s is not None
-                and member.kill_s <= now
-                and member.running is not None
-            ):
-                member.kill_s = None
-                member.running.kill()
+        self._do_due()
