@@ -334,6 +334,21 @@ CLAIMS = [
     ),
     (
         "docs/cluster.md",
+        "Others do not wait for it",
+        "cluster/test_supervisor.py::test_an_instance_without_a_node_does_not_hold_the_others",
+    ),
+    (
+        "docs/cluster.md",
+        "An instance keeps its group",
+        "cluster/test_supervisor.py::test_a_place_is_kept_until_the_process_is_not_started_again",
+    ),
+    (
+        "docs/cluster.md",
+        "serving is untouched; then instances that died meanwhile start again",
+        "cluster/test_ray_head.py::test_a_head_with_redis_is_replaced_under_load",
+    ),
+    (
+        "docs/cluster.md",
         "Children watch a pipe of their parent",
         "security/test_processes_and_files.py::test_a_child_ends_when_its_parent_is_killed",
     ),
