@@ -82,19 +82,21 @@ class RayCommands:
             *("--include-dashboard", "false", "--temp-dir", str(folder)),
         )
 
-    def add_nodes(self, *num_cpus):
-        """A node with each of these numbers of CPUs; returns their addresses."""
+    def add_nodes(self, *num_cpus, num_gpus=0):
+        """A node with each of these numbers of CPUs; returns their addresses. Ray does not check
+        that GPUs exist."""
         names = [f"127.0.0.{self._nodes + number + 2}" for number in range(len(num_cpus))]
         self._nodes += len(num_cpus)
         for name, count in zip(names, num_cpus, strict=True):
-            self._add_node(name, count)
+            self._add_node(name, count, num_gpus)
         return names
 
-    def _add_node(self, address, num_cpus):
+    def _add_node(self, address, num_cpus, num_gpus):
         self._start(
             address,
             *("--address", self.address, "--node-ip-address", address),
-            *("--num-cpus", str(num_cpus), "--temp-dir", str(self._folders[0])),
+            *("--num-cpus", str(num_cpus), "--num-gpus", str(num_gpus)),
+            *("--temp-dir", str(self._folders[0])),
         )
 
     def kill(self, node):

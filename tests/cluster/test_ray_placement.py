@@ -30,13 +30,22 @@ flags: {num-gpu-blocks-override: 64, threads: 1, max-model-len: 2048}
 ray: {cpus_per_instance: CPUS}
 """
 
+RANKS = """
+roles: {mixed: {count: 1}}
+routers: {host: ADDRESS, port: 0}
+gpus_per_instance: 2
+tensor_parallel_size: 2
+flags: {device: cpu, num-gpu-blocks-override: 64, threads: 1, max-model-len: 2048}
+"""
+
 
 @pytest.fixture(scope="module")
 def nodes():
-    """A head without room, a node with four CPUs and two with two."""
+    """A head without room, a node with four CPUs and two GPUs, two with two CPUs and a GPU."""
     nodes = RayCommands()
     try:
-        nodes.add_nodes(4, 2, 2)
+        nodes.add_nodes(4, num_gpus=2)
+        nodes.add_nodes(2, 2, num_gpus=1)
         yield nodes
     finally:
         nodes.close()
@@ -107,6 +116,26 @@ def test_instances_are_spread_and_what_does_not_fit_waits(nodes, tmp_path):
         cluster.down()
     finally:
         cluster.close()
+
+
+def test_ranks_of_an_instance_are_together(nodes, tmp_path):
+    """An instance with two ranks and a GPU for each gets the node with two GPUs. Another one
+    waits, although two nodes have a GPU each."""
+    cluster = RayCluster(nodes.address, tmp_path, RANKS)
+    try:
+        members = cluster.members()
+        assert node_of(members, "mixed-1") == "127.0.0.2"
+        assert complete(members["router"]["url"], HEADERS, "hello") is None
+        cluster.ask("scale", "mixed=2")
+        until(lambda: cluster.members()["mixed-2"]["state"] == "waiting", within_s=60)
+        status = nodes.ray("status")
+        cluster.down()
+    finally:
+        cluster.close()
+
+    lines = "".join(cluster.lines)
+    assert "mixed-2 asks for 1 CPU and 2 GPUs on one node, and no node has that much" in lines
+    assert "'GPU': 2.0" in status.partition("Pending Demands")[2]
 
 
 def test_what_can_never_be_placed_is_said_in_one_sentence(nodes, tmp_path):
