@@ -217,12 +217,14 @@ class RayHost:
         os.environ[_NO_NEW_CLUSTER] = "0"
         ray = _ray()
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        node = self._spec.node_address
+        chosen = {} if node is None else {"_node_ip_address": node}
         try:
             ray.init(
                 address=self._address,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
-                _node_ip_address=self._spec.node_address,
+                **chosen,
             )
         except (ConnectionError, ValueError, RuntimeError) as exc:
             raise ConfigError(
