@@ -132,7 +132,7 @@ def _touched_experts(engine: GpuEngine, batch: int) -> float | None:
     Counted in steps outside graphs, where the choice of experts can be read.
     """
     # Prompts are cached, so that all rows decode together. A single prompt is not cached,
-    # because the few tokens that are left of a cached one would run in a captured graph.
+    # because the few uncached tokens of a cached one would run in a captured graph.
     graphs, engine.runner.graphs = engine.runner.graphs, None
     with _recorded(batch) as counts:
         serve_batch(engine, batch, seed=batch if batch > 1 else 501, max_tokens=_COUNTED_TOKENS)

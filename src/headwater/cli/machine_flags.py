@@ -45,8 +45,8 @@ def add_machine(group: _ArgumentGroup) -> None:
         "--collective-link",
         metavar="GB/S:US",
         default="300:10",
-        help="bandwidth of a device and microseconds of one sum over ranks, as measured or "
-        "given (default: %(default)s)",
+        help="bandwidth of one device, and microseconds of one sum over ranks "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--block-size",

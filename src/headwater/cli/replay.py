@@ -281,7 +281,7 @@ def _add_tiers(group: _ArgumentGroup) -> None:
         type=int,
         metavar="TOKENS",
         default=256,
-        help="with --pd: shorter uncached ends of prompts are computed on the decode instance "
+        help="with --pd: uncached tokens up to which a decode instance computes a prompt itself "
         "(default: %(default)s)",
     )
     group.add_argument(

@@ -113,7 +113,7 @@ class ControlServer:
             try:
                 connection.sendall(msgspec.json.encode(answer) + b"\n")
             except OSError:
-                return  # the client has left
+                return  # the client has disconnected
 
 
 def ask_cluster(name: str, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

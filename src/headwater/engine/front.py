@@ -208,7 +208,7 @@ class AsyncEngine:
 
     def _deliver(self, output: SequenceOutput) -> None:
         mailbox = self._mailboxes.get(output.request_id)
-        if mailbox is not None:  # the client of a request that was aborted is gone
+        if mailbox is not None:  # None for a request that was aborted
             mailbox.put(output)
 
     def _disconnect(self) -> None:

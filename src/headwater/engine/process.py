@@ -323,6 +323,6 @@ class EngineLoop:
         self._send_frame(worker, wire.encode(message))
 
     def _send_frame(self, worker: bytes, frame: bytes) -> None:
-        # A message to a worker that has gone is dropped; the supervisor reports its end.
+        # A message to a worker that has ended is dropped; the supervisor reports its end.
         self._socket.send(worker, zmq.SNDMORE)
         self._socket.send(frame, copy=False)

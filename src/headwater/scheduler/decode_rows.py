@@ -90,8 +90,9 @@ class ProgressArrays:
 
     def free(self, column: int) -> None:
         """Free `column`, whose sequence has no row any more."""
-        # A step in flight compares this with the entry that it knew (`changed`). So it notices
-        # that its sequence has left, even when another one has the column by then.
+        # A step in flight compares this with the entry that it knew (`changed`). So the step
+        # notices that its sequence has no row any more, even when another sequence has the
+        # column by then.
         self.entry[column] = 0
         self._free.append(column)
 

@@ -222,8 +222,8 @@ class SessionPolicy:
             while timers and timers[0].used_s <= until:
                 entry = timers.popleft()
                 node = entry.node
-                # A stale entry: the node was used again or has left; it has another entry or
-                # none.
+                # A stale entry: the node was used again or has left the order; it has another
+                # entry or none.
                 if order.get(node) is not entry:
                     continue
                 entry.place += 1

@@ -27,7 +27,7 @@ class Reason(StrEnum):
     BUSY = "busy"  # P has reached its limit of hand-offs in flight
     DRAINING = "draining"  # the peer admits no new requests
     ROLE = "role"  # the peer does not compute prompts for others
-    TOO_LONG = "too_long"  # the prompt can never fit there
+    TOO_LONG = "too_long"  # the prompt can never fit on the peer
     INVALID = "invalid"  # the peer cannot serve this request
     NO_ROOM = "no_room"  # D did not find free blocks in time
     FINGERPRINT = "fingerprint"  # the peer has another model, KV layout or block size
