@@ -339,7 +339,8 @@ class WriteQueue:
         return self._to_host if tier is Tier.DEVICE else self._to_storage
 
     def _unwritten_victims(self) -> list[Node]:
-        """Unwritten nodes among the next victims of the device tier."""
+        """Update which nodes of the window are duplicates; return those that are not
+        written."""
         nodes = self.window.nodes()
         before, inside = self._inside, dict.fromkeys(nodes)
         self._inside = inside

@@ -100,8 +100,8 @@ def read_params(
     count: int,
     structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
-    """One value for each of `count` prompts, from one for all or one for each, with the grammar
-    of `structured` if given."""
+    """Sampling parameters for each of `count` prompts, from one value for all or one for each;
+    with the grammar of `structured` if given."""
     if structured is not None:
         grammar = structured.to_grammar()
         return [replace(one, grammar=grammar) for one in read_params(params, count)]

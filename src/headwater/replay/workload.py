@@ -82,8 +82,8 @@ def scaled(requests: Sequence[TraceRequest], factor: float, *, seed: int) -> lis
 def _moved(
     request: TraceRequest, offset: int, delay_s: float, shared: set[int]
 ) -> TraceRequest:
-    """The same request in another session: its own ids are moved by `offset`, the shared
-    beginning is kept."""
+    """The same request in another session: its own ids are moved by `offset`, those of the
+    shared beginning stay."""
     if not offset:
         return request
     ids = [i if i in shared else i + offset for i in request.hash_ids]
