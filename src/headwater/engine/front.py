@@ -223,6 +223,11 @@ def abort_output(request_id: str) -> SequenceOutput:
     return SequenceOutput(RequestId(request_id), tokens=[], logprobs=[], finish_reason="abort")
 
 
+async def aborted_outputs(request: Request) -> AsyncGenerator[SequenceOutput, None]:
+    """The outputs of a request that was aborted before the engine had it."""
+    yield abort_output(request.request_id)
+
+
 def _join(outputs: list[SequenceOutput]) -> SequenceOutput:
     if len(outputs) == 1:
         return outputs[0]

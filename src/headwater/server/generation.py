@@ -12,7 +12,7 @@ import numpy as np
 
 from headwater.cache import Hint
 from headwater.engine.detokenizer import TextStream
-from headwater.engine.front import abort_output
+from headwater.engine.front import aborted_outputs
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
@@ -266,7 +266,7 @@ class Generation:
                 async with service.live.waiting(ids) as wait:
                     await stack.enter_async_context(place)
                 if wait.when() is not None:
-                    generate = _aborted
+                    generate = aborted_outputs
             alive = [choice for choice in self._choices if not choice.resumed.has_ended]
             requests = [self._request(choice, ids) for choice in alive]
             if len(requests) == 1:
@@ -386,11 +386,6 @@ class Generation:
         groups = [self._choices[at : at + many] for at in range(0, len(self._choices), many)]
         known = [[choice.usage for choice in group if choice.usage] for group in groups]
         return [usages[0] for usages in known if usages]
-
-
-async def _aborted(request: Request) -> Outputs:
-    """The outputs of a request that was aborted before the engine had it."""
-    yield abort_output(request.request_id)
 
 
 def _output_of(tokens: Sequence[int]) -> SequenceOutput:
