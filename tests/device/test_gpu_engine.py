@@ -1,4 +1,5 @@
-"""The whole engine on a GPU in float32: preempted, cached and chunked equal alone."""
+"""The whole engine on a GPU in float32: the tokens of requests that are
+preempted, cached or chunked equal those of a request that runs alone."""
 
 from collections.abc import Callable
 from dataclasses import replace

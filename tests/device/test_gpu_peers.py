@@ -1,5 +1,4 @@
-"""Prefill and decode on separate instances, both on a GPU: blocks pass through pinned
-buffers."""
+"""Prefill and decode on separate instances, both on a GPU, over each link."""
 
 import random
 from typing import Any

@@ -1,4 +1,5 @@
-"""The compiled operations give the results of torch. Where they cannot be used, torch is."""
+"""The compiled operations give the results of torch. Where they cannot be used, torch is
+used."""
 
 from pathlib import Path
 

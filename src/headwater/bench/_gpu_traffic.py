@@ -15,7 +15,7 @@ _PROMPT, _OUTPUT, _REQUESTS = 2048, 64, 48
 
 
 def measure_all_miss(model: LoadedModel, *, pairs: int) -> dict[str, Any]:
-    """Throughput with the host tier over that without, pair by pair."""
+    """Throughput with the host tier divided by throughput without it, pair by pair."""
     blocks = _REQUESTS * (_PROMPT + _OUTPUT + BLOCK_TOKENS) // BLOCK_TOKENS
     engines = [
         GpuEngine(

@@ -98,8 +98,8 @@ def measure_hung(
     calls: Sequence[str],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`hung_ttft_ratio`: p50 and p99 of the first token over those of an engine without storage,
-    and those of a second engine without storage as `control`. `hung_lost_slots` counts slots that
+    """`hung_ttft_ratio`: p50 and p99 of the time to the first token, divided by those of an engine
+    without storage; `control` is a second engine without storage. `hung_lost_slots` counts slots that
     did not come back, `hung_close_s` the seconds that closing an engine took."""
     plain = TierEngine(work.model, **work.settings)
     control = TierEngine(work.model, **work.settings)

@@ -363,7 +363,8 @@ def _parser() -> ArgumentParser:
         "--patience",
         type=int,
         default=1,
-        help="attempts at a run in which the engine has its core (1)",
+        help="maximum number of attempts at each run; a run in which the engine waited for its "
+        "core is repeated (1)",
     )
     add("--output-tokens", type=int, default=32, help="output tokens of each request (32)")
     add("--block", type=int, default=32, help="tokens in a block, in both engines (32)")

@@ -382,4 +382,4 @@ def _check_node(node: Node, stride: int) -> None:
     if node.num_blocks < 1 or len(node.tokens) < node.num_blocks * stride:
         raise InvariantError("a node has no blocks, or too few tokens")
     if not node.first.startswith(node.tokens[:stride]):
-        raise InvariantError("the key of a node is not its first block")
+        raise InvariantError("a node is filed under tokens that are not its first block")

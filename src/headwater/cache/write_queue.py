@@ -298,7 +298,7 @@ class WriteQueue:
                 self._to_host.pop(node, None)
 
     def divide(self, head: Node, tail: Node) -> None:
-        """A node was split: the head is queued like the tail, each if it has blocks."""
+        """A node was split: head and tail take its place in each queue where they have blocks."""
         if tail in self._to_host:
             if len(head.device):
                 self._to_host[head] = self._to_host[tail]

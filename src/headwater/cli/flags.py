@@ -144,7 +144,7 @@ def _add_http(parser: ArgumentParser) -> None:
     group.add_argument(
         "--vllm-metric-names",
         action="store_true",
-        help="also expose the metrics that routers scrape under the vllm: prefix",
+        help="also expose some metrics with the prefix vllm:, for routers that read vLLM's names",
     )
     group.add_argument(
         "--key-metrics",

@@ -45,8 +45,8 @@ def add_machine(group: _ArgumentGroup) -> None:
         "--collective-link",
         metavar="GB/S:US",
         default="300:10",
-        help="bandwidth of one device, and microseconds of one sum over ranks "
-        "(default: %(default)s)",
+        help="bandwidth of one device in GB/s, and microseconds that one sum over the ranks of "
+        "an instance takes (default: %(default)s)",
     )
     group.add_argument(
         "--block-size",

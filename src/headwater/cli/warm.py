@@ -42,13 +42,13 @@ def add_warm(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public t
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help="maximum number of sequences per step, as for serve (default: by the device)",
+        help="maximum number of sequences per step, as for serve (default: chosen for the device)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="maximum number of tokens per step, as for serve (default: by the device)",
+        help="maximum number of tokens per step, as for serve (default: chosen for the device)",
     )
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.set_defaults(flags=flags)

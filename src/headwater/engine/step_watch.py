@@ -74,6 +74,6 @@ class StepWatch:
         if host.num_blocks and not host.free:
             self._host_was_full = True
             log.info(
-                "host tier is full; from now on its oldest blocks are evicted: blocks=%d cached=%d",
+                "host tier is full; from now on blocks are evicted from it: blocks=%d cached=%d",
                 *(host.num_blocks, host.cached),
             )

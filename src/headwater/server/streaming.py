@@ -39,7 +39,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode(value: object) -> bytes:
-    """`value` as JSON in one line, for every definition of a line break."""
+    """`value` as JSON in one line. Characters that any client may take for a line break are escaped."""
     data = _encode(value)
     if b"\xc2\x85" in data or b"\xe2\x80" in data:
         # In JSON these characters occur only inside strings, where an escape means the same.

@@ -231,7 +231,7 @@ class HeldFabric:
                 self.fail(transfer, PushFailure.TIMEOUT)
 
     def push(self, source: str, link: str, push: Push) -> None:
-        """Start a push. It fails if no receiver has that address."""
+        """Start a push to the address `link`. It fails if no open receiver has this address."""
         if link in self._addresses and link not in self._closed:
             self.transfers.append(FabricPush(source, link, push))
         else:

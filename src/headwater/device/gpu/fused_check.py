@@ -1,7 +1,8 @@
 """Makes a fused decoder from a transformers model, if both compute the same.
 
-Every layer is run by its own code and by ours, with a probe as attention, whose output
-depends on all its inputs. The model without layers is also compared, which covers embeddings, the last norm and logits.
+Each layer runs once in transformers' code and once in ours. In both, a probe takes the place of
+attention; its output depends on all its inputs. Embeddings, the last norm and logits are compared
+without the layers.
 """
 
 from typing import Any, cast

@@ -225,7 +225,8 @@ def _packed_experts(module: PackedExperts) -> ExpertWeights:
 
 
 def _outputs_first(weight: Tensor) -> Tensor:
-    """`[experts, outputs, inputs]` in memory; the parameter becomes a view of it."""
+    """The weight, contiguous as `[experts, outputs, inputs]`; the parameter becomes a view of
+    it."""
     turned = weight.data.transpose(1, 2)
     if not turned.is_contiguous():
         turned = turned.contiguous()

@@ -79,7 +79,7 @@ def _settle(room, count, high, above, top, heat, target, by_count, FEW: tl.const
 @triton.jit
 def _search(row, room, counter, low, high, top, heat, by_count, target, share,
             VOCAB: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
-    """The smallest `high` such that less than the target lies above each element it keeps.
+    """The smallest threshold `high` for which less than the target lies above each kept element.
 
     Elements are counted, or their weights are summed. A negative
     `target` stands for `share` of the sum over everything above `low`.
