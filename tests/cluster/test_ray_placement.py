@@ -56,9 +56,9 @@ def node_of(members, name):
 
 
 def test_groups_are_near_or_spread_and_never_outlive_up(nodes, tmp_path):
-    """Prefill and decode instances share nodes when asked. An instance too many waits, says why
-    and holds no other; its group is pending in `ray status`. Groups end with their instances,
-    also when `up` is killed."""
+    """Prefill and decode instances share nodes when asked. An instance for which no node has
+    room waits, says why and delays no other; its group is pending in `ray status`. Groups end
+    with their instances, also when `up` is killed."""
     (tmp_path / "near").mkdir()
     cluster = RayCluster(nodes.address, tmp_path / "near", FILE.replace("NEAR", "true"))
     try:
