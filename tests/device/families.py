@@ -203,12 +203,13 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-def save_family(name: str, folder: Path, *, seed: int = 0, **sizes: int) -> Path:
-    """Write a model of this family whose attention affects its output."""
+def save_family(name: str, folder: Path, *, seed: int = 0, **changed: Any) -> Path:
+    """Write a model of this family whose attention affects its output, with some settings
+    changed."""
     torch.manual_seed(seed)
     make: Any = hf.AutoModelForCausalLM
     config = FAMILIES[name]()
-    config.update(sizes)
+    config.update(changed)
     model = make.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for label, weight in model.named_parameters():

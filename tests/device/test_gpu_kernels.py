@@ -15,6 +15,7 @@ require_kernels()
 
 from headwater.device.gpu.work import num_entries, split_contexts, tiles  # noqa: E402 - Triton below
 from headwater.device.kernels import rows  # noqa: E402
+from headwater.device.kernels.activation import GateActivation  # noqa: E402
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
 from headwater.device.kernels.gated import gate_up  # noqa: E402
 from headwater.device.kernels.gemv import gemv  # noqa: E402
@@ -22,7 +23,7 @@ from headwater.device.kernels.greedy import choose_greedy  # noqa: E402
 from headwater.device.kernels.logit_edits import SamplingInputs  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel  # noqa: E402
-from headwater.device.kernels.rotary import HeadNorms, rotate  # noqa: E402
+from headwater.device.kernels.rotary import HeadNorms, RotaryPairs, rotate  # noqa: E402
 from headwater.device.kernels.sampling import SamplingScratch, choose_sampled  # noqa: E402
 from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
@@ -290,29 +291,47 @@ def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
                 check_chunks(pool, work, tables, Variant(pool.dim**-0.5))
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_the_rotary_kernel_stores_the_rotated_keys(normed: bool) -> None:
+@pytest.mark.parametrize("normed", ["never", "first", "last"])
+@pytest.mark.parametrize("pairs", [RotaryPairs.HALVES, RotaryPairs.NEIGHBOURS])
+@pytest.mark.parametrize("rotated", [32, 20, 2])
+def test_the_rotary_kernel_stores_the_rotated_keys(
+    normed: str, pairs: RotaryPairs, rotated: int
+) -> None:
     """Q and K are rotated in place, K and V are in the pool and nowhere else; slot -1 is not
     stored."""
     heads, kv_heads, dim, block = 4, 2, 32, 8
     packed = torch.randn(5, (heads + 2 * kv_heads) * dim, device=DEVICE)
     positions, slots = ints([0, 5, 8, 17, 3]), ints([3, 2, 7, -1, 9])
-    angles = torch.randn(40, dim // 2, device=DEVICE)
-    norms = HeadNorms(torch.rand(dim, device=DEVICE), torch.rand(dim, device=DEVICE), 1e-5)
+    angles = torch.randn(40, rotated // 2, device=DEVICE)
+    weights = torch.rand(dim, device=DEVICE), torch.rand(dim, device=DEVICE)
+    norms = HeadNorms(*weights, 1e-5, is_last=normed == "last")
     pool = torch.zeros(20, 3, 2, block, kv_heads, dim, device=DEVICE)
     ours = packed.clone()
 
     table = angles.cos(), angles.sin()
-    rotate(ours, positions, slots, table, pool, LAYER, norms if normed else None)
+    rotate(
+        ours, positions, slots, table, pool, LAYER, None if normed == "never" else norms, pairs
+    )
 
     split = packed.view(5, -1, dim).clone()
     turned = split[:, : heads + kv_heads]
-    if normed:
+
+    def normalise() -> None:
         turned[:, :heads] = torch.rms_norm(turned[:, :heads], [dim], norms.query, 1e-5)
         turned[:, heads:] = torch.rms_norm(turned[:, heads:], [dim], norms.key, 1e-5)
-    cosine, sine = (part[positions.long()].repeat(1, 2)[:, None] for part in table)
-    crossed = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
-    split[:, : heads + kv_heads] = turned * cosine + crossed * sine
+
+    if normed == "first":
+        normalise()
+    cosine, sine = (part[positions.long()][:, None] for part in table)
+    if pairs is RotaryPairs.HALVES:
+        first, second = turned[..., : rotated // 2], turned[..., rotated // 2 : rotated]
+    else:
+        first, second = turned[..., 0:rotated:2], turned[..., 1:rotated:2]
+    both = first * cosine - second * sine, second * cosine + first * sine
+    first.copy_(both[0])
+    second.copy_(both[1])
+    if normed == "last":
+        normalise()
     assert error(ours.view(5, -1, dim), split.double()) < 1e-6
     for token, (slot, at) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot >= 0:
@@ -331,6 +350,13 @@ def test_rows_of_activations() -> None:
     exact = torch.rms_norm(x.double(), [96], weight.double(), 1e-5)
     assert error(rows.norm(x, weight, 1e-5), exact) < 1e-6
     assert error(rows.gate(x), gated(x.double())) < 1e-6
+    for bias in (None, torch.randn(96, device=DEVICE)):
+        biased = x.double() if bias is None else x.double() + bias
+        for activation, exact in (
+            (GateActivation.SQUARED_RELU, biased.relu().square()),
+            (GateActivation.GELU_TANH, torch.nn.functional.gelu(biased, approximate="tanh")),
+        ):
+            assert error(rows.activate_rows(x.clone(), bias, activation), exact) < 1e-5
 
 
 def test_products_of_one_row() -> None:

@@ -12,13 +12,10 @@ require_kernels()
 
 from headwater.device.gpu.work import split_contexts, tiles  # noqa: E402 - Triton below
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
-from headwater.device.kernels.latent import (  # noqa: E402
-    RotaryPairs,
-    rotate_queries,
-    store_latents,
-)
+from headwater.device.kernels.latent import rotate_queries, store_latents  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import attend_chunks  # noqa: E402
+from headwater.device.kernels.rotary import RotaryPairs  # noqa: E402
 from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
 __all__ = ["pytestmark"]

@@ -20,7 +20,7 @@ from headwater.device.gpu.latent import LatentWeights  # noqa: E402
 from headwater.device.gpu.latent_prompt import MIN_EXPANDED_TOKENS, attend_prompt  # noqa: E402
 from headwater.device.gpu.mlp import RmsNorm  # noqa: E402
 from headwater.device.gpu.runner import CudaRunner  # noqa: E402
-from headwater.device.kernels.latent import RotaryPairs  # noqa: E402
+from headwater.device.kernels.rotary import RotaryPairs  # noqa: E402
 
 __all__ = ["pytestmark"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwater.clock import SystemClock
-from headwater.device.families import FUSED, SERVED
+from headwater.device.families import NOT_FUSED, SERVED
 from headwater.device.model import LoadedModel, load
 from headwater.scheduler.request import SamplingParams
 from tests.device.driver import Driver, Running
@@ -24,8 +24,6 @@ from headwater.device.kernels.prefill import has_hopper_kernel  # noqa: E402
 __all__ = ["pytestmark"]
 
 COUNT = 16
-UNFUSED = SERVED - FUSED
-"""Families in transformers' own code: the fused decoder does not support their layers."""
 LAUNCH = "headwater.device.kernels.prefill_hopper.attend_chunks"
 
 
@@ -54,7 +52,7 @@ def test_tokens_equal_the_reference(name: str, family: Callable[[str], Path]) ->
         alone.step((chunked, size))
     alone.finish(chunked, count=COUNT)
 
-    assert driver.runner.is_fused == (name not in UNFUSED)
+    assert driver.runner.is_fused == (name not in NOT_FUSED)
     expected, gaps = reference.generate(long, COUNT)
     assert_same_tokens(sequences[0].output, expected, gaps)
     assert_same_tokens(chunked.output, expected, gaps)

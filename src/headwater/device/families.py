@@ -67,41 +67,11 @@ SERVED = frozenset(
 )
 """`model_type` of every family that is served."""
 
-FUSED = frozenset(
-    {
-        "cwm",
-        "deepseek_v2",
-        "deepseek_v3",
-        "dots1",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "gpt_oss",
-        "granite",
-        "llama",
-        "minicpm3",
-        "minimax_m2",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "solar_open",
-        "youtu",
-    }
-)
-"""Families that the fused decoder of the GPU runs in captured graphs. The decoder is compared
-with the model's own code at start, and not used if the two differ."""
+NOT_FUSED = frozenset({"longcat_flash"})
+"""Families that a GPU runs in transformers' own code, without graphs: a layer of LongCat-Flash has
+two attentions, two MLPs and experts beside them. All others run in the fused decoder and in
+captured graphs. The decoder is compared with the model's own code at start, and not used if the
+two differ."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Aliases of families that transformers knows by another name."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.device.budget import StepShape, intermediate_size
-from headwater.device.families import ALIASES, FUSED, check_served, max_positions
+from headwater.device.families import ALIASES, NOT_FUSED, check_served, max_positions
 from headwater.device.model_files import (
     StoredTensor,
     read_config,
@@ -50,7 +50,7 @@ class ModelSurvey:
     @property
     def is_fused(self) -> bool:
         """Whether a GPU runs it in the fused decoder and captured graphs."""
-        return ALIASES.get(self.model_type, self.model_type) in FUSED
+        return ALIASES.get(self.model_type, self.model_type) not in NOT_FUSED
 
     @property
     def quantization(self) -> str | None:

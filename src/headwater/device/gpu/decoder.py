@@ -18,11 +18,13 @@ from headwater.device.gpu.layers import FusedWeights
 from headwater.device.gpu.mlp import (
     MAX_GEMM_ROWS,
     DenseMLP,
+    Norm,
     RankSum,
     RmsNorm,
+    activated,
     add_dense,
     add_linear,
-    gated,
+    normed,
     product,
 )
 from headwater.device.gpu.moe import add_moe
@@ -60,6 +62,7 @@ class OutputScaling(NamedTuple):
     embedding: float = 1.0
     logits: float = 1.0
     softcap: float | None = None
+    embedding_norm: Norm | None = None
 
 
 class FusedDecoder:
@@ -69,7 +72,7 @@ class FusedDecoder:
         self,
         module: nn.Module,
         layers: list[FusedWeights],
-        norm: RmsNorm,
+        norm: Norm,
         scaling: OutputScaling,
     ) -> None:
         parts: Any = module
@@ -83,6 +86,7 @@ class FusedDecoder:
         self.norm = norm
         self.scaling = scaling
         self.head: Weight = linear_weight(parts.lm_head)
+        self._head_bias: Tensor | None = parts.lm_head.bias
         total = self.head.shape[0] if self._split is None else int(parts.config.vocab_size)
         self.vocab_size = total
 
@@ -98,7 +102,7 @@ class FusedDecoder:
             for num_rows in (MIN_EAGER_ROWS, 128):
                 hidden = self.embedding.new_zeros((num_rows, size))
                 if isinstance(layer.mlp, DenseMLP):
-                    gated(layer.mlp, hidden, None, is_eager=True)
+                    activated(layer.mlp, hidden, None, is_eager=True)
             self._finish_layer(
                 layer, hidden, hidden.new_zeros((128, layer.output.shape[1])), is_eager=True
             )
@@ -122,6 +126,10 @@ class FusedDecoder:
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
         """The first hidden states. A token whose `carry` is not -1 is that entry of
         `chosen`."""
+        return normed(self._embed(tokens, carry, chosen), self.scaling.embedding_norm)
+
+    def _embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
+        """Rows of the embedding, times its scale."""
         if self._split is None:
             return rows.embed(tokens, carry, chosen, self.embedding, self.scaling.embedding)
         carried = chosen.index_select(0, carry.clamp(min=0))
@@ -177,7 +185,7 @@ class FusedDecoder:
         positions = places.positions.index_select(0, wanted.rows)
         nowhere = torch.full_like(positions, -1)  # their K and V are already stored
         if layer.latent is None:
-            rotate(packed, positions, nowhere, layer.table, pool, number, layer.head_norms)
+            self._store(layer, packed, TokenSlots(positions, nowhere), pool, number)
         attended = self._attend(layer, packed, positions, number, wanted.attend)
         self._finish_layer(layer, hidden, attended, is_eager=is_eager)
         return hidden
@@ -194,6 +202,8 @@ class FusedDecoder:
     def _own_logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         """Logits of the vocabulary part of this rank."""
         logits = product(hidden, self.head, self.norm, out)
+        if self._head_bias is not None:
+            logits += self._head_bias
         if self.scaling.logits != 1.0:
             logits /= self.scaling.logits
         if self.scaling.softcap is not None:
@@ -214,7 +224,7 @@ class FusedDecoder:
         if layer.latent is not None:
             layer.latent.store(packed, *places, layer.table, pool, number)
         else:
-            rotate(packed, *places, layer.table, pool, number, layer.head_norms)
+            rotate(packed, *places, layer.table, pool, number, layer.head_norms, layer.pairs)
 
     def _attend(
         self,
@@ -252,7 +262,7 @@ class FusedDecoder:
         if layer.qkv_bias is not None:
             packed += layer.qkv_bias[skipped:]
         if layer.row_norms is not None:
-            query, key, epsilon = layer.row_norms
+            query, key, epsilon, _ = layer.row_norms
             at = len(query) - skipped
             if at:
                 rows.norm_columns(packed[:, :at], query, epsilon)
@@ -263,12 +273,27 @@ class FusedDecoder:
         self, layer: FusedWeights, hidden: Tensor, attended: Tensor, *, is_eager: bool
     ) -> None:
         """Everything after attention, added to `hidden` in place."""
+        if layer.is_parallel:
+            # Attention is computed already, so the MLP still finds the input of the layer.
+            self._add_mlp(layer, hidden, is_eager=is_eager)
+            self._add_attended(layer, hidden, attended)
+        else:
+            self._add_attended(layer, hidden, attended)
+            self._add_mlp(layer, hidden, is_eager=is_eager)
+
+    def _add_attended(self, layer: FusedWeights, hidden: Tensor, attended: Tensor) -> None:
+        """Add the projection of attention to `hidden`, which is the input of the layer for
+        its gate."""
         parts = zip(hidden.split(MAX_GEMM_ROWS), attended.split(MAX_GEMM_ROWS), strict=True)
         for part, attended_part in parts:
+            if layer.output_gate is not None:
+                attended_part *= product(part, layer.output_gate, layer.input_norm).sigmoid_()
             add_linear(
                 part, attended_part, layer.output, layer.output_bias, layer.attention_norm,
                 layer.residual_scale, self._ranks,
             )  # fmt: skip
+
+    def _add_mlp(self, layer: FusedWeights, hidden: Tensor, *, is_eager: bool) -> None:
         if isinstance(layer.mlp, DenseMLP):
             add_dense(
                 layer.mlp,
@@ -280,5 +305,7 @@ class FusedDecoder:
                 ranks=self._ranks,
             )
             return
-        norm = cast(RmsNorm, layer.mlp_norm)
-        add_moe(layer.mlp, hidden, norm, is_eager=is_eager, ranks=self._ranks)
+        norm = cast(RmsNorm | None, layer.mlp_norm)
+        add_moe(
+            layer.mlp, hidden, norm, layer.output_norm, is_eager=is_eager, ranks=self._ranks
+        )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
 from headwater.device.gpu.latent import LatentWeights, latent_parts, latent_weights
-from headwater.device.gpu.mlp import DenseMLP, RmsNorm
+from headwater.device.gpu.mlp import DenseMLP, LayerNorm, Norm, RmsNorm
 from headwater.device.gpu.moe import MoeBlock, moe_block
+from headwater.device.gpu.norms import data_of, first_part, layer_norms, qk_norms, rms_norm_of
 from headwater.device.gpu.quantized import (
     QuantizedLinear,
     Weight,
@@ -24,16 +25,24 @@ from headwater.device.gpu.quantized import (
     linear_weight,
 )
 from headwater.device.kernels.activation import GateActivation
-from headwater.device.kernels.rotary import HeadNorms
+from headwater.device.kernels.rotary import HeadNorms, RotaryPairs
 
 RotaryTable = tuple[Tensor, Tensor]
 """Cosines and sines of every position, `[positions, half of the rotated elements]`, float32."""
 
 _ACTIVATIONS = {
     "GELUTanh": GateActivation.GELU_TANH,
+    "NewGELUActivation": GateActivation.GELU_TANH,
+    "ReLUSquaredActivation": GateActivation.SQUARED_RELU,
     "SiLU": GateActivation.SILU,
     "SiLUActivation": GateActivation.SILU,
 }
+
+_OUTPUTS = ("o_proj", "dense")
+_BLOCKS = ("mlp", "block_sparse_moe")
+_SHARED_EXPERTS = ("shared_expert", "shared_experts")
+_JOINT_GATES = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+_UNGATED = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"))
 
 AnyLinear = nn.Linear | QuantizedLinear
 _LINEAR = (nn.Linear, QuantizedLinear)
@@ -43,7 +52,7 @@ _LINEAR = (nn.Linear, QuantizedLinear)
 class FusedWeights:
     """The weights of one layer, and how it attends."""
 
-    input_norm: RmsNorm | None
+    input_norm: Norm | None
     qkv: Weight
     qkv_bias: Tensor | None
     head_norms: HeadNorms | None
@@ -52,12 +61,18 @@ class FusedWeights:
     row_norms: HeadNorms | None
     """Norms over all of Q and all of K, as in OLMo 2."""
 
+    output_gate: Weight | None
+    """Projects to factors of attention before its projection, through a sigmoid; AFMoE."""
+
     output: Weight
     output_bias: Tensor | None
     attention_norm: RmsNorm | None
     """Norm of the attention output before it is added to the residual."""
 
-    mlp_norm: RmsNorm | None
+    is_parallel: bool
+    """Whether the MLP gets the input of the layer, not the residual after attention."""
+
+    mlp_norm: Norm | None
     mlp: DenseMLP | MoeBlock
     output_norm: RmsNorm | None
     """Norm of the MLP output before it is added to the residual."""
@@ -65,63 +80,78 @@ class FusedWeights:
     residual_scale: float
     variant: Variant
     table: RotaryTable
+    pairs: RotaryPairs = RotaryPairs.HALVES
     latent: LatentWeights | None = None
     """Set if KV is latent; then `qkv` projects to queries and the latent."""
 
     def with_variant(self, variant: Variant) -> "FusedWeights":
         return replace(self, variant=variant)
 
+    def with_rotary(
+        self, table: RotaryTable, pairs: RotaryPairs, *, norms_last: bool
+    ) -> "FusedWeights":
+        norms = self.head_norms
+        if norms is not None:
+            norms = norms._replace(is_last=norms_last)
+        return replace(self, table=table, pairs=pairs, head_norms=norms)
+
 
 def fused_weights(layer: nn.Module, table: RotaryTable) -> FusedWeights | None:
     """The weights of `layer`, whose variant is not known yet; None if it has unknown parts."""
     parts: Any = layer
-    norms = _layer_norms(layer)
-    mlp = _mlp(getattr(parts, "mlp", None))
     attention: Any = getattr(parts, "self_attn", None)
-    qkv = _qkv_parts(attention)
-    if norms is None or mlp is None or qkv is None:
+    qkv, output = _qkv_parts(attention), output_projection(attention)
+    if qkv is None or output is None:
+        return None
+    scale = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
+    norms = layer_norms(layer, attention.config)
+    block = first_part(layer, _BLOCKS)
+    mlp = _mlp(block, scale, getattr(parts, "shared_mlp", None))
+    if norms is None or mlp is None:
         return None
     latent = None
     if hasattr(attention, "latent"):
         names = ("q_a_layernorm", "kv_a_layernorm")
         latent = latent_weights(
-            attention, *(norm_of(getattr(attention, name, None)) for name in names)
+            attention, *(rms_norm_of(getattr(attention, name, None)) for name in names)
         )
         if latent is None:
             return None
     packed = _joined(qkv)
     if packed is None:
         return None
-    input_norm, attention_norm, mlp_norm, output_norm = norms
-    if isinstance(mlp, MoeBlock) and (mlp_norm is None or output_norm is not None):
+    if isinstance(mlp, MoeBlock) and isinstance(norms.before_mlp, LayerNorm):
         return None
     given: list[Tensor | None] = [part.bias for part in qkv]
     biases = [bias for bias in given if bias is not None]
-    q_norm, k_norm = (norm_of(getattr(attention, f"{name}_norm", None)) for name in "qk")
-    head_norms = row_norms = None
-    if q_norm is not None and k_norm is not None:
-        both = HeadNorms(q_norm.weight, k_norm.weight, q_norm.epsilon)
-        is_by_head = len(q_norm.weight) == attention.head_dim
-        head_norms, row_norms = (both, None) if is_by_head else (None, both)
+    head_norms, row_norms = qk_norms(attention)
+    gate = getattr(attention, "gate_proj", None)
+    inner_norm = rms_norm_of(getattr(block, "post_mlp_layernorm", None))  # A.X K1
     return FusedWeights(
-        input_norm=input_norm,
+        input_norm=norms.before_attention,
         qkv=packed,
         qkv_bias=torch.cat([bias.data for bias in biases]) if biases else None,
         head_norms=head_norms,
         row_norms=row_norms,
-        output=linear_weight(attention.o_proj),
-        output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.data,
-        attention_norm=attention_norm,
-        mlp_norm=mlp_norm,
+        output_gate=linear_weight(gate) if isinstance(gate, _LINEAR) else None,
+        output=linear_weight(output),
+        output_bias=data_of(output.bias),
+        attention_norm=norms.after_attention,
+        is_parallel=norms.is_parallel,
+        mlp_norm=norms.before_mlp,
         mlp=mlp,
-        output_norm=output_norm,
-        residual_scale=float(
-            getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))
-        ),
+        output_norm=norms.after_mlp or inner_norm,
+        residual_scale=scale,
         variant=Variant(1.0),
         table=table,
         latent=latent,
     )
+
+
+def output_projection(attention: nn.Module | None) -> AnyLinear | None:
+    """The linear layer after attention; None if it is unknown."""
+    found = first_part(attention, _OUTPUTS)
+    return found if isinstance(found, _LINEAR) else None
 
 
 def rotary_table(rotary: nn.Module, max_positions: int, layer_type: str | None) -> RotaryTable:
@@ -135,9 +165,12 @@ def rotary_table(rotary: nn.Module, max_positions: int, layer_type: str | None) 
         return turns[0].real.float().contiguous(), turns[0].imag.float().contiguous()
     cosines, sines = turns[0][0], turns[1][0]
     half = cosines.shape[-1] // 2
-    # Most modules repeat the frequencies for the second half of the rotated elements.
+    # Most modules repeat the frequencies: for the second half of the rotated elements, or each
+    # for the element after it.
     if torch.equal(cosines[:, :half], cosines[:, half:]):
         cosines, sines = cosines[:, :half], sines[:, :half]
+    elif torch.equal(cosines[:, 0::2], cosines[:, 1::2]):
+        cosines, sines = cosines[:, 0::2], sines[:, 0::2]
     return cosines.contiguous(), sines.contiguous()
 
 
@@ -146,77 +179,73 @@ def has_layer_types(rotary: nn.Module) -> bool:
     return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
-Norms = tuple[RmsNorm | None, RmsNorm | None, RmsNorm | None, RmsNorm | None]
-
-
-def _layer_norms(layer: nn.Module) -> Norms | None:
-    """The norms of a layer: before attention, after it, before the MLP, after it."""
-    names = [name for name, _ in layer.named_children() if name.endswith("layernorm")]
-    found = {name: norm_of(getattr(layer, name)) for name in names}
-    if any(norm is None for norm in found.values()):
-        return None
-    first, second = found.get("input_layernorm"), found.get("post_attention_layernorm")
-    third = found.get("pre_feedforward_layernorm")
-    fourth = found.get("post_feedforward_layernorm")
-    if set(names) == {"input_layernorm", "post_attention_layernorm"}:
-        return first, None, second, None
-    if len(names) == 4 and third is not None and fourth is not None:
-        return first, second, third, fourth
-    if set(names) == {"post_attention_layernorm", "post_feedforward_layernorm"}:
-        return None, second, None, fourth
-    return None
-
-
-def norm_of(norm: nn.Module | None) -> RmsNorm | None:
-    """The weights of a norm. Some norms multiply by their weight plus one; this is found by
-    trying the norm."""
-    weight = getattr(norm, "weight", None)
-    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if norm is None or not isinstance(weight, Tensor) or not isinstance(epsilon, float):
-        return None
-    x = torch.randn(2, len(weight), device=weight.device, dtype=weight.dtype)
-    expected = norm(x).float()
-    plain = torch.rms_norm(x.float(), [len(weight)], None, epsilon)
-    for candidate in (weight.data, weight.data.float() + 1.0):
-        if torch.allclose(plain * candidate.float(), expected, rtol=0.02, atol=0.02):
-            return RmsNorm(candidate, epsilon)
-    return None
-
-
-def _mlp(module: nn.Module | None) -> DenseMLP | MoeBlock | None:
+def _mlp(
+    module: nn.Module | None, scale: float, shared: nn.Module | None = None
+) -> DenseMLP | MoeBlock | None:
+    """The weights of an MLP or of a block of experts; None if it has unknown parts. The results
+    of experts are multiplied by `scale`. `shared` are shared experts outside the block."""
     parts: Any = module
     if module is None:
         return None
     if hasattr(module, "experts"):
-        shared = getattr(parts, "shared_expert", getattr(parts, "shared_experts", None))
-        dense = _mlp(shared)
+        shared = first_part(module, _SHARED_EXPERTS) or shared
+        dense = _mlp(shared, 1.0)
         if isinstance(dense, MoeBlock) or (shared is not None and dense is None):
             return None
-        return moe_block(module, dense)
-    activation = getattr(parts, "act_fn", getattr(parts, "activation_fn", None))
-    kind = _ACTIVATIONS.get(type(activation).__name__)
-    down = getattr(parts, "down_proj", None)
-    if kind is None or down is None or down.bias is not None:
-        return None
-    if hasattr(parts, "gate_up_proj"):
-        if parts.gate_up_proj.bias is not None:
+        if dense is not None and dense.down_bias is not None:
             return None
-        if isinstance(parts.gate_up_proj, QuantizedLinear):
-            return None  # its gate and up rows are not interleaved
-        gate_up = _interleaved_gate_up(module)
-        return DenseMLP(gate_up=gate_up, down=linear_weight(down), activation=kind)
-    gate, up = getattr(parts, "gate_proj", None), getattr(parts, "up_proj", None)
-    if gate is None or up is None or gate.bias is not None or up.bias is not None:
+        return moe_block(module, dense, scale)
+    act = first_part(module, ("act_fn", "activation_fn", "act", "activation"))
+    kind = _ACTIVATIONS.get(type(act).__name__)
+    if kind is None:
+        return None
+    for wide, narrow in _JOINT_GATES:
+        if hasattr(parts, wide):
+            return _jointly_gated(module, wide, getattr(parts, narrow), kind)
+    if hasattr(parts, "gate_proj"):
+        return _gated(parts.gate_proj, parts.up_proj, parts.down_proj, kind)
+    for wide, narrow in _UNGATED:
+        if hasattr(parts, wide):
+            return _ungated(getattr(parts, wide), getattr(parts, narrow), kind)
+    return None
+
+
+def _jointly_gated(
+    mlp: nn.Module, name: str, down: AnyLinear, activation: GateActivation
+) -> DenseMLP | None:
+    wide: Any = getattr(mlp, name)
+    # Gate and up rows of a quantised weight are not interleaved.
+    if wide.bias is not None or down.bias is not None or isinstance(wide, QuantizedLinear):
+        return None
+    up = _interleaved_gate_up(mlp, name)
+    return DenseMLP(up=up, down=linear_weight(down), activation=activation)
+
+
+def _gated(
+    gate: AnyLinear, up: AnyLinear, down: AnyLinear, activation: GateActivation
+) -> DenseMLP | None:
+    if not (gate.bias is None and up.bias is None and down.bias is None):
         return None
     both = _interleaved(gate, up)
     if both is None:
         return None
-    return DenseMLP(gate_up=both, down=linear_weight(down), activation=kind)
+    return DenseMLP(up=both, down=linear_weight(down), activation=activation)
+
+
+def _ungated(up: AnyLinear, down: AnyLinear, activation: GateActivation) -> DenseMLP:
+    return DenseMLP(
+        up=linear_weight(up),
+        down=linear_weight(down),
+        activation=activation,
+        is_gated=False,
+        up_bias=data_of(up.bias),
+        down_bias=data_of(down.bias),
+    )
 
 
 def _qkv_parts(attention: nn.Module | None) -> list[AnyLinear] | None:
     parts: Any = attention
-    if not isinstance(getattr(parts, "o_proj", None), _LINEAR):
+    if attention is None:
         return None
     if hasattr(parts, "latent"):
         return cast(list[AnyLinear] | None, latent_parts(parts))
@@ -281,9 +310,10 @@ class InterleavedGateUp(nn.Module):
         return torch.cat((both[..., 0::2], both[..., 1::2]), dim=-1)
 
 
-def _interleaved_gate_up(mlp: nn.Module) -> Tensor:
+def _interleaved_gate_up(mlp: nn.Module, name: str) -> Tensor:
     """The weight of a joint projection, with rows of gate and up interleaved from now on."""
-    parts: Any = mlp
-    if not isinstance(parts.gate_up_proj, InterleavedGateUp):
-        parts.gate_up_proj = InterleavedGateUp(parts.gate_up_proj)
-    return cast(Tensor, parts.gate_up_proj.weight.data)
+    joint: Any = getattr(mlp, name)
+    if not isinstance(joint, InterleavedGateUp):
+        joint = InterleavedGateUp(joint)
+        setattr(mlp, name, joint)
+    return cast(Tensor, joint.weight.data)

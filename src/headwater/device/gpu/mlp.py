@@ -1,4 +1,4 @@
-"""The part of a decoder layer after attention, for a gated MLP."""
+"""The part of a decoder layer after attention, for an MLP with or without a gate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,22 +32,38 @@ class RmsNorm(NamedTuple):
     epsilon: float
 
 
+class LayerNorm(NamedTuple):
+    """A norm that also subtracts the mean."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    epsilon: float
+
+
+Norm = RmsNorm | LayerNorm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DenseMLP:
-    """`down(activation(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate."""
 
-    gate_up: Weight
-    """`[2 * inner, size]`: interleaved rows of gate and up."""
+    up: Weight
+    """`[inner, size]`; with a gate `[2 * inner, size]`, interleaved rows of gate and up."""
 
     down: Weight
     activation: GateActivation
+    is_gated: bool = True
+    up_bias: Tensor | None = None
+    """Only without a gate."""
+
+    down_bias: Tensor | None = None
 
 
 def add_dense(
     mlp: DenseMLP,
     hidden: Tensor,
     *,
-    norm: RmsNorm | None,
+    norm: Norm | None,
     output_norm: RmsNorm | None,
     scale: float,
     is_eager: bool,
@@ -60,18 +76,21 @@ def add_dense(
     a graph, so each launch takes host time.
     """
     for part in hidden.split(MAX_GEMM_ROWS):
-        narrow = gated(mlp, part, norm, is_eager=is_eager)
-        add_linear(part, narrow, mlp.down, None, output_norm, scale, ranks)
+        narrow = activated(mlp, part, norm, is_eager=is_eager)
+        add_linear(part, narrow, mlp.down, mlp.down_bias, output_norm, scale, ranks)
 
 
 def dense(mlp: DenseMLP, normed: Tensor, *, is_eager: bool) -> Tensor:
-    """The result of the MLP for rows that are already normalised."""
-    return product(gated(mlp, normed, None, is_eager=is_eager), mlp.down)
+    """The result of the MLP, which has no biases, for rows that are already normalised."""
+    return product(activated(mlp, normed, None, is_eager=is_eager), mlp.down)
 
 
-def gated(mlp: DenseMLP, x: Tensor, norm: RmsNorm | None, *, is_eager: bool) -> Tensor:
-    """`activation(gate(norm(x))) * up(norm(x))`."""
-    weight = mlp.gate_up
+def activated(mlp: DenseMLP, x: Tensor, norm: Norm | None, *, is_eager: bool) -> Tensor:
+    """The input of the last product, `activation(gate(norm(x))) * up(norm(x))` with a gate."""
+    weight = mlp.up
+    if not mlp.is_gated:
+        return rows.activate_rows(product(x, weight, norm), mlp.up_bias, mlp.activation)
+    x, norm = _centred(x, norm)
     if isinstance(weight, QuantizedWeight):
         result = weight.gated(x, norm, mlp.activation)
         if result is not None:
@@ -79,21 +98,34 @@ def gated(mlp: DenseMLP, x: Tensor, norm: RmsNorm | None, *, is_eager: bool) -> 
         weight = weight.plain(x.dtype)
     if fits(weight, len(x)):
         return gemv(x, weight, norm=norm, gated=True, activation=mlp.activation)
-    normed = x if norm is None else rows.norm(x, *norm)
-    return gate_up(normed, weight, is_eager=is_eager, activation=mlp.activation)
+    return gate_up(normed(x, norm), weight, is_eager=is_eager, activation=mlp.activation)
+
+
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
+    """`norm(x)`, or `x` without a norm."""
+    x, norm = _centred(x, norm)
+    return x if norm is None else rows.norm(x, *norm)
 
 
 def product(
-    x: Tensor, weight: Weight, norm: RmsNorm | None = None, out: Tensor | None = None
+    x: Tensor, weight: Weight, norm: Norm | None = None, out: Tensor | None = None
 ) -> Tensor:
     """`norm(x) @ weight.T`, in `out` if it is given."""
+    x, norm = _centred(x, norm)
     if isinstance(weight, QuantizedWeight):
         result = weight.product(x, norm)
         return result if out is None else out.copy_(result)
     if fits(weight, len(x)):
         return gemv(x, weight, norm=norm, out=out)
-    normed = x if norm is None else rows.norm(x, *norm)
-    return torch.mm(normed, weight.T, out=out)
+    return torch.mm(normed(x, norm), weight.T, out=out)
+
+
+def _centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | None]:
+    """A layer norm is computed before a product. A root-mean-square norm is left to the product,
+    which may compute it inside."""
+    if not isinstance(norm, LayerNorm):
+        return x, norm
+    return torch.layer_norm(x, x.shape[-1:], *norm), None
 
 
 def add_linear(

@@ -16,9 +16,10 @@ from headwater.device.gpu.mlp import (
     DenseMLP,
     RankSum,
     RmsNorm,
+    activated,
     add_linear,
     dense,
-    gated,
+    normed,
 )
 from headwater.device.gpu.packed_experts import PackedExperts
 from headwater.device.kernels import mx_experts, rows
@@ -53,18 +54,30 @@ class MoeBlock:
     shared_gate: Tensor | None
     """`[1, size]`: its sigmoid is the weight of the shared experts."""
 
+    shared_scale: float
+    """Factor of the results of shared experts."""
+
 
 def add_moe(
     block: MoeBlock,
     hidden: Tensor,
-    norm: RmsNorm,
+    norm: RmsNorm | None,
+    output_norm: RmsNorm | None,
     *,
     is_eager: bool,
     ranks: RankSum | None = None,
 ) -> None:
-    """Add the experts' results for normalised rows of `hidden` to `hidden` in place. With
-    `ranks`, each rank has a part of every expert, and the sum of their results is added."""
+    """Add the experts' results for normalised rows of `hidden` to `hidden` in place; the results
+    are normalised first if `output_norm` is given. With `ranks`, each rank has a part of every
+    expert, and the sum of their results is added."""
     for part in hidden.split(MAX_GEMM_ROWS):
+        if output_norm is not None:
+            result = torch.zeros_like(part)
+            _add(block, part, result, norm, is_eager=is_eager)
+            if ranks is not None:
+                result = ranks.sum(result)
+            rows.add_normed(result, *output_norm, part)
+            continue
         if ranks is None:
             _add(block, part, part, norm, is_eager=is_eager)
             continue
@@ -76,28 +89,33 @@ def add_moe(
 
 
 def _add(
-    block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm, *, is_eager: bool
+    block: MoeBlock,
+    source: Tensor,
+    hidden: Tensor,
+    norm: RmsNorm | None,
+    *,
+    is_eager: bool,
 ) -> None:
     """Add the results for rows of `source` to `hidden`, which may be the same tensor."""
     num_rows = len(hidden)
     if _is_one_row(block, hidden):
         _add_one(block, source, hidden, norm)
         return
-    normed = rows.norm(source, *norm)
-    logits = torch.mm(normed.to(block.router.dtype), block.router.T)
+    x = normed(source, norm)
+    logits = torch.mm(x.to(block.router.dtype), block.router.T)
     if block.router_bias is not None:
         logits += block.router_bias
     if num_rows <= MAX_PAIR_ROWS:
         ids, weights = choose_experts(logits, block.rule)
-        _pairs(block.experts)(normed, hidden, block.experts, ids, weights)
+        _pairs(block.experts)(x, hidden, block.experts, ids, weights)
     else:
         grouped = mx_experts.add_grouped if block.experts.is_packed else add_grouped
-        grouped(normed, hidden, block.experts, route(logits, block.rule))
+        grouped(x, hidden, block.experts, route(logits, block.rule))
     if block.shared is not None:
-        result = dense(block.shared, normed, is_eager=is_eager)
+        result = dense(block.shared, x, is_eager=is_eager)
         if block.shared_gate is not None:
-            result *= torch.mm(normed, block.shared_gate.T).sigmoid_()
-        hidden += result
+            result *= torch.mm(x, block.shared_gate.T).sigmoid_()
+        hidden.add_(result, alpha=block.shared_scale)
 
 
 def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
@@ -105,13 +123,13 @@ def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
     the router has no bias and the shared experts no gate."""
     if len(hidden) != 1 or block.router_bias is not None or block.shared_gate is not None:
         return False
-    dense_weights = [] if block.shared is None else [block.shared.gate_up, block.shared.down]
+    dense_weights = [] if block.shared is None else [block.shared.up, block.shared.down]
     return has_whole_tiles(block.router) and all(
         not isinstance(weight, Tensor) or fits(weight, 1) for weight in dense_weights
     )
 
 
-def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm) -> None:
+def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm | None) -> None:
     """`_add` for one row: its norm is computed inside the products that read it."""
     shared = block.shared
     logits = torch.empty((1, len(block.router)), dtype=block.router.dtype, device=hidden.device)
@@ -119,22 +137,26 @@ def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm) -> 
     ids, weights = choose_experts(logits, block.rule)
     narrow = None
     if shared is not None:  # before experts add to `hidden`, which may be the source
-        narrow = gated(shared, source, norm, is_eager=False)
+        narrow = activated(shared, source, norm, is_eager=False)
     _pairs(block.experts)(source, hidden, block.experts, ids, weights, norm)
     if shared is not None and narrow is not None:
-        add_linear(hidden, narrow, shared.down, None, None, 1.0)
+        add_linear(hidden, narrow, shared.down, None, None, block.shared_scale)
 
 
 def _pairs(experts: ExpertWeights) -> Callable[..., None]:
     return mx_experts.add_pairs if experts.is_packed else add_pairs
 
 
-def moe_block(module: nn.Module, shared: DenseMLP | None) -> MoeBlock | None:
-    """The weights of a module with `experts`; None if its parts are unknown."""
+_CORRECTION = "e_score_correction_bias"
+
+
+def moe_block(module: nn.Module, shared: DenseMLP | None, scale: float) -> MoeBlock | None:
+    """The weights of a module with `experts`, whose results are multiplied by `scale`; None if
+    its parts are unknown."""
     parts: Any = module
     router = getattr(parts, "gate", getattr(parts, "router", None))
     experts = _experts(parts.experts)
-    weight = getattr(router, "weight", None)
+    weight = getattr(getattr(router, "gate", router), "weight", None)
     if experts is None or not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
     rule = _rule(parts, router, len(weight))
@@ -142,14 +164,15 @@ def moe_block(module: nn.Module, shared: DenseMLP | None) -> MoeBlock | None:
         return None
     bias = getattr(router, "bias", None)
     gate = getattr(parts, "shared_expert_gate", None)
-    is_exact = rule.score is RouterScore.SIGMOID or hasattr(router, "topk_method")
+    is_exact = rule.correction is not None or hasattr(router, "topk_method")
     return MoeBlock(
         router=weight.data.float() if is_exact else weight.data,
         router_bias=None if bias is None else bias.data,
-        rule=rule,
+        rule=rule._replace(scale=rule.scale * scale),
         experts=experts,
         shared=shared,
         shared_gate=None if gate is None else gate.weight.data,
+        shared_scale=scale,
     )
 
 
@@ -160,14 +183,15 @@ def _rule(block: Any, router: Any, num_experts: int) -> RoutingRule | None:  # n
     top = told("top_k", None)
     if not isinstance(top, int) or not 1 <= top <= num_experts:
         return None
-    correction = told("e_score_correction_bias", None)
+    statics = told("moe_statics", None)  # ERNIE 4.5
+    correction = getattr(statics, _CORRECTION, told(_CORRECTION, told("expert_bias", None)))
     if correction is not None:
         return RoutingRule(
             top=top,
-            score=RouterScore.SIGMOID,
+            score=RouterScore.SIGMOID if statics is None else RouterScore.SOFTMAX,
             renormalise=bool(told("norm_topk_prob", True)),
-            scale=float(told("routed_scaling_factor", 1.0)),
-            correction=correction.data,
+            scale=float(told("routed_scaling_factor", told("route_scale", 1.0))),
+            correction=correction.data.flatten(),
             num_groups=int(told("num_group", told("n_group", 1)) or 1),
             top_groups=int(told("topk_group", 1) or 1),
         )

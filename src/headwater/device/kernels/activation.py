@@ -1,4 +1,4 @@
-"""Activations of gated MLPs, for use inside other kernels."""
+"""Activations of MLPs, for use inside other kernels."""
 
 from enum import IntEnum
 
@@ -7,12 +7,15 @@ import triton.language as tl
 
 
 class GateActivation(IntEnum):
-    """How a gated MLP combines its gate and up projections."""
+    """How an MLP combines its gate and up projections. Without a gate, `activate` gets the up
+    projection as the gate, and one in its place."""
 
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
     """`(up + 1) * gate * sigmoid(alpha * gate)`, with gate and up clamped; GPT-OSS."""
+
+    SQUARED_RELU = 3
 
 
 @triton.jit
@@ -24,6 +27,9 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # noqa: ANN201 
         # tanh(x) is 2 sigmoid(2x) - 1, so gelu's half of (1 + tanh) is one sigmoid.
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * tl.sigmoid(2 * inner) * up
+    elif ACTIVATION == 3:
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive * up
     else:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

@@ -7,8 +7,6 @@ Queries are absorbed already (`device.latent`), so this is attention with one KV
 latents is read once, and used as keys and as values.
 """
 
-from enum import IntEnum
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,26 +14,13 @@ from torch import Tensor
 from headwater.device.attention.base import Variant
 from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.pieces import DecodeWork
+from headwater.device.kernels.rotary import RotaryPairs
 from headwater.device.kernels.tiles import ChunkWork
 
 _MAX_DECODE_HEADS = 32
 _MAX_CHUNK_QUERIES = 32
 """Maximum number of queries that one program computes together: heads of one token, or tokens
 of one head. With 64, Triton keeps the queries in registers and spills."""
-
-
-class RotaryPairs(IntEnum):
-    """Which elements of a head are rotated together, and where the results go."""
-
-    HALVES = 0
-    """Element i of the first half with element i of the second; in place."""
-
-    NEIGHBOURS = 1
-    """Two neighbouring elements; in place."""
-
-    NEIGHBOURS_TO_HALVES = 2
-    """Two neighbouring elements; the first of each pair goes to the first half, the second to
-    the second half."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Kernels over rows of activations: embedding, root-mean-square norm, gated activation."""
+"""Kernels over rows of activations: embedding, root-mean-square norm, activations."""
 
 import torch
 import triton
@@ -127,3 +127,29 @@ def gate(x: Tensor, activation: GateActivation = GateActivation.SILU) -> Tensor:
         x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation),
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _activate_rows(x, bias, SIZE: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr,
+                   ACTIVATION: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    values = tl.load(x + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        values += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    result = activate(values, 1.0, 0.0, 0.0, ACTIVATION)
+    tl.store(x + row * SIZE + at, result, mask=inside)
+
+
+def activate_rows(x: Tensor, bias: Tensor | None, activation: GateActivation) -> Tensor:
+    """`activation(x + bias)`, in the memory of `x`."""
+    num_rows, size = x.shape
+    block = min(triton.next_power_of_2(size), 1024)
+    early = starts_early(x)
+    _activate_rows[(num_rows, triton.cdiv(size, block))](
+        x, x if bias is None else bias, SIZE=size, BLOCK=block, BIASED=bias is not None,
+        ACTIVATION=int(activation), EARLY=early, launch_pdl=early,
+    )  # fmt: skip
+    return x
