@@ -1,6 +1,7 @@
 """The CPU copier: whole blocks, both directions, exact bytes, while a loop runs."""
 
 import threading
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from headwater.cache import JobStatus, LoadJob, OffloadJob
-from headwater.clock import SystemClock
+from headwater.clock import SystemClock, VirtualClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
 from headwater.device.open import open_copier
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Tier
@@ -130,3 +132,49 @@ def test_pages_are_made_for_the_host_tier_only():
     assert isinstance(links, CpuCopier)
     assert tier.pages is not None
     assert links.pages is None
+
+
+class SlowMachine:
+    """A clock by which every copy takes a second."""
+
+    def __init__(self) -> None:
+        self._seconds = count()
+
+    def now(self) -> float:
+        return float(next(self._seconds))
+
+
+@pytest.mark.parametrize(
+    ("clock", "num_arrived"), [(VirtualClock(), [4, 4, 4, 4]), (SlowMachine(), [1, 2, 3, 4])]
+)
+def test_short_copies_are_reported_together(clock, num_arrived):
+    """The loop does not start a step with the first of several sequences whose short loads were
+    started together; a long copy delays no report of an earlier one."""
+    model: Any = PoolShape(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
+    pool = KVPool(model, num_blocks=5, block_tokens=4)
+    slab = HostSlab(5, pool.num_bytes // 5)
+    slab.rows[:] = 7
+    copier = CpuCopier(pool, slab, clock)
+    is_busy, may_go_on = threading.Event(), threading.Event()
+    arrived: list[int] = []
+
+    def block(completion: JobCompletion) -> None:
+        is_busy.set()
+        may_go_on.wait(10)
+
+    def report(completion: JobCompletion) -> None:
+        arrived.append(int((pool.blocks[1:] == 7).all(dim=1).sum()))
+
+    copier.start(_load(0), block)
+    assert is_busy.wait(10)
+    for slot in range(1, 5):
+        copier.start(_load(slot), report)
+    may_go_on.set()
+    copier.close()
+
+    assert arrived == num_arrived
+
+
+def _load(slot: int) -> LoadJob:
+    slots = np.array([slot])
+    return LoadJob(JobId(slot), Tier.HOST, Tier.DEVICE, slots, slots)

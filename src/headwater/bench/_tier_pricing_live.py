@@ -179,7 +179,9 @@ def _storage(link: str, folder: Path) -> dict[str, Any]:
 
 
 def _serve_round(scenario: LiveScenario, engine: TierEngine, *, seed: int) -> list[float]:
-    """Seconds to the first token of each session that returns."""
+    """Seconds to the first token of each session that returns. The round begins with empty
+    memory: a full host would lose blocks that are evicted from the device all at once."""
+    engine.core.reset_cache()
     prompts = [
         engine.make_prompt(scenario.prompt_tokens, seed=seed + n) for n in range(_SESSIONS)
     ]

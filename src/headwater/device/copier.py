@@ -34,6 +34,11 @@ _PIECE_BLOCKS = 8
 """Maximum number of blocks in one copy; between two copies other threads can use the
 processor."""
 
+_REPORT_WITHIN_S = 0.002
+"""Copies that end one after another are reported together, the first of them at most this much
+later. Otherwise the loop starts a step with the sequence whose load ended first, and the others
+wait for the whole step."""
+
 
 class CpuCopier:
     """The `DeviceCopier` of a pool in main memory."""
@@ -80,16 +85,27 @@ class CpuCopier:
             thread.join(CLOSE_TIMEOUT_S)
 
     def _work(self, queue: "SimpleQueue[tuple[TransferJob, Report] | None]") -> None:
+        unreported: list[tuple[Report, JobCompletion]] = []
+        until_s = block_s = 0.0
         while (entry := queue.get()) is not None:
             transfer, report = entry
             began = self._clock.now()
+            if began + transfer.num_blocks * block_s > until_s:
+                _report_all(unreported)
             try:
                 self._copy(transfer)
                 ended = JobCompletion(transfer.job, JobStatus.DONE, transfer.num_blocks)
             except Exception:
                 log.exception("a copy between device and host failed")
                 ended = JobCompletion(transfer.job, JobStatus.FAILED, reason="bug")
-            report(ended._replace(busy_s=self._clock.now() - began))
+            now = self._clock.now()
+            block_s = (now - began) / transfer.num_blocks
+            if not unreported:
+                until_s = now + _REPORT_WITHIN_S
+            unreported.append((report, ended._replace(busy_s=now - began)))
+            if queue.empty():
+                _report_all(unreported)
+        _report_all(unreported)
 
     def _copy(self, transfer: TransferJob) -> None:
         up = isinstance(transfer, LoadJob)
@@ -99,6 +115,12 @@ class CpuCopier:
             source, target = (host, device) if up else (device, host)
             for at, to, count in _runs(transfer.source_slots, transfer.target_slots):
                 np.copyto(target[to : to + count], source[at : at + count])
+
+
+def _report_all(unreported: list[tuple[Report, JobCompletion]]) -> None:
+    for report, completion in unreported:
+        report(completion)
+    unreported.clear()
 
 
 def _by_head(blocks: Bytes, layout: KVLayout) -> list[Bytes]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from headwater.scheduler.batch import ScheduledBatch, StepResult
-from headwater.scheduler.load_state import MeasuredRates, PredictionLog
+from headwater.scheduler.load_forecast import PredictionLog
+from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.pacing import CONTEXT_TOKENS, StepCosts
 from headwater.transfer.mover import Mover
 

@@ -161,7 +161,7 @@ class Admission:
         length of the queue.
         """
         growth = self._growth.num_blocks(self._table.running())
-        num_left = self._tell_loader()
+        num_left = self._tell_loader(budget)
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
         patience, num_waiters, num_held = self._config.max_passes, 0, 0
@@ -222,11 +222,12 @@ class Admission:
                 growth += own
                 budget.spend_place()
 
-    def _tell_loader(self) -> int:
+    def _tell_loader(self, step: StepBudget) -> int:
         """Tell the loader how much other work there is; return how many sequences wait."""
-        num_waiting, prefilling = len(self._table.waiting), self._table.prefilling
-        self._loader.num_waiting = max(num_waiting - 1, 0)
-        self._loader.backlog_tokens = sum(s.num_tokens - s.num_scheduled for s in prefilling)
+        loader, table, num_waiting = self._loader, self._table, len(self._table.waiting)
+        loader.num_waiting = max(num_waiting - 1, 0)
+        loader.backlog_tokens = sum(s.num_tokens - s.num_scheduled for s in table.prefilling)
+        loader.forecasts.begin_step(step, len(table.decoding))
         return num_waiting
 
     def _keep_found(self, num_left: int, now: float) -> None:
@@ -237,8 +238,7 @@ class Admission:
         num_changes = waiting.version - self._near_version
         if not num_left or num_changes * _NEAR_LOOKS < self._num_near:
             return
-        self._near_version, self._num_near = waiting.version, 0
-        room = self._near_blocks
+        self._near_version, self._num_near, room = waiting.version, 0, self._near_blocks
         for sequence in waiting:
             room -= sequence.num_blocks_wanted
             if room < 0:

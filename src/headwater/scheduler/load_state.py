@@ -17,6 +17,7 @@ from headwater.scheduler.request import LoadUsage, TokenLogprobs
 from headwater.types import JobId, LinkRate, LoadPolicy, Slots
 
 if TYPE_CHECKING:
+    from headwater.scheduler.load_forecast import LoadForecast
     from headwater.scheduler.sequence import Sequence
 
 
@@ -262,7 +263,7 @@ class PendingLoad:
     """A load in flight, as the owner of the transfer job, and the sequences that depend on
     it."""
 
-    __slots__ = ("_finish", "expected", "has_ended", "overlapped", "waiting")
+    __slots__ = ("_finish", "forecast", "has_ended", "overlapped", "waiting")
 
     def __init__(
         self, finish: "Callable[[PendingLoad, LoadJob, JobOutcome, float], None]"
@@ -273,8 +274,8 @@ class PendingLoad:
         self.overlapped: Sequence | None = None
         """The sequence that computes its first chunk during the load."""
         self.has_ended = False
-        self.expected: tuple[float, float] | None = None
-        """When the load was planned and how long it was expected to take, if that is known."""
+        self.forecast: LoadForecast | None = None
+        """How long it was expected to take, if that is known."""
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
         """Let the waiting sequences continue; the cache has applied the outcome. The second
@@ -311,33 +312,3 @@ class OverlappedLoad:
     def hold(self, num_tokens: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
         """Keep the result of the collected chunk until the load has ended."""
         self.num_tokens, self.token, self.logprobs = num_tokens, token, logprobs
-
-
-class PredictionTotals(NamedTuple):
-    """Sums over all predictions of one kind."""
-
-    num: int = 0
-    expected_s: float = 0.0
-    actual_s: float = 0.0
-    error_s: float = 0.0
-    """Sum of the absolute differences."""
-
-
-class PredictionLog:
-    """Compares expected with actual seconds, to show whether pricing is right.
-
-    One sum for each kind: `host_to_device`, `storage_to_host`, `prefill`.
-    """
-
-    def __init__(self) -> None:
-        self.totals: dict[str, PredictionTotals] = {}
-
-    def add(self, kind: str, expected_s: float, actual_s: float) -> None:
-        """Add an operation that was expected to take `expected_s` and took `actual_s`."""
-        num, expected, actual, error = self.totals.get(kind, PredictionTotals())
-        self.totals[kind] = PredictionTotals(
-            num + 1,
-            expected + expected_s,
-            actual + actual_s,
-            error + abs(actual_s - expected_s),
-        )

@@ -22,13 +22,13 @@ from headwater.cache import (
     TokenPath,
 )
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.load_forecast import LoadForecast, LoadForecasts
 from headwater.scheduler.load_state import (
     ANSWER_S,
     LoadDecision,
     LowerTierMatch,
     MeasuredRates,
     PendingLoad,
-    PredictionLog,
     QueueAhead,
     SequenceLoad,
     choose,
@@ -115,8 +115,7 @@ class KVLoader:
         self.overlappable: LoadJob | None = None
         """The load that the last call of `waits` started, if the sequence need not wait for its
         end."""
-        self.predictions = PredictionLog()
-        """Expected and actual seconds of loads."""
+        self.forecasts = LoadForecasts(config.max_batched_tokens)
         self.choices: Counter[str] = Counter()
         """Priced decisions, by reason."""
 
@@ -209,6 +208,7 @@ class KVLoader:
     def take_plans(self, now: float) -> list[LoadJob | Lookup]:
         """Loads and lookups to start now; each is returned once. All questions to storage form
         one lookup."""
+        self.forecasts.end_step()
         plans: list[LoadJob | Lookup] = [*self._plans]
         self._plans.clear()
         if asked := self._questions:
@@ -241,9 +241,8 @@ class KVLoader:
         longer delays later loads either."""
         self._queued[job.source] -= job.num_blocks
         self._num_loads -= 1
-        if pending.expected is not None and outcome.status is JobStatus.DONE:
-            began_s, expected_s = pending.expected
-            self.predictions.add(_LINKS[job.source], expected_s, now - began_s)
+        if pending.forecast is not None and outcome.status is JobStatus.DONE:
+            self.forecasts.compare(pending.forecast, now)
         for sequence in pending.waiting:
             load = sequence.load
             if load is None:
@@ -369,7 +368,7 @@ class KVLoader:
                 load.shortfall = "no_room"
                 return False
             load.num_jobs += 1
-            owner.expected = self._expected(job, now)
+            owner.forecast = self._forecast(job, now)
             self.adopt(job)
             if self._carries(job, sequence, whole=job.num_blocks >= wanted):
                 self.overlappable = job
@@ -378,12 +377,13 @@ class KVLoader:
             job.owner.waiting.append(sequence)
         return load.policy != "best_effort" or match.host_blocks > 0
 
-    def _expected(self, job: LoadJob, now: float) -> tuple[float, float] | None:
-        """When `job` begins and how long it should take, after the other jobs on its link."""
+    def _forecast(self, job: LoadJob, now: float) -> LoadForecast | None:
+        """How long `job` should take, after the other jobs on its link."""
         rate = self.rates.host if job.source is Tier.HOST else self.rates.storage
         if rate is None:
             return None
-        return now, rate.job_s(job.num_blocks, self._queued[job.source])
+        transfer_s = rate.job_s(job.num_blocks, self._queued[job.source])
+        return self.forecasts.make(_LINKS[job.source], transfer_s, self.rates, now)
 
     def _carries(self, plan: LoadJob, sequence: Sequence, *, whole: bool) -> bool:
         """Whether `sequence` may compute during `plan`: the plan loads everything that is to be

@@ -211,7 +211,7 @@ class Scheduler:
 
     def learn_costs(self, costs: StepCosts) -> None:
         """Use these measured costs to choose how many prompt tokens a step computes."""
-        self._costs = costs
+        self._costs = self._loader.forecasts.costs = costs
 
     def finish_job(self, outcome: JobOutcome, *, now: float) -> None:
         """A job ended: the cache applies the outcome and tells the owner of the job."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from headwater.scheduler.blocks import GrowthEstimate
-from headwater.scheduler.load_state import MeasuredRates, PredictionTotals
+from headwater.scheduler.load_forecast import PredictionTotals
+from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.request import LoadUsage, Usage
@@ -131,7 +132,7 @@ def snapshot(
         misses=dict(totals.misses),
         load_choices=dict(loader.choices),
         rates=loader.rates,
-        predictions=dict(loader.predictions.totals),
+        predictions=dict(loader.forecasts.predictions.totals),
         recent_loads=tuple(totals.recent_loads),
         num_copies=num_copies,
         generated_tokens=totals.generated_tokens,
