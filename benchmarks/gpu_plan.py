@@ -39,13 +39,15 @@ def _bench(name: str, needs_s: int, *, after: str | None = None) -> GpuPart:
 
 PARTS = (
     _tests("kernels", 120, "kernels", "kernels_bench", "heads", "pairs", "early", "work"),
-    _tests("models", 90, "latent", "latent_prompt", "quantized"),
+    _tests("models", 120, "latent", "latent_prompt", "quantized", "fp8_experts"),
     _tests("steps", 100, "runner", "engine", "sampling", "ready", "ranks"),
     _tests("copies", 60, "copier", "layerwise", "pinned", "slots", "cuda_link", "peers"),
     # Parts with targets that were missed when they were last measured come first.
     _bench("json", 60),
     _bench("quant", 150),
     _bench("mxfp4", 80),
+    _bench("fp8moe", 150),
+    _bench("fp8mla", 60),
     _bench("sampling", 120),
     _bench("streams", 80),
     _bench("model_files", 40),

@@ -295,20 +295,27 @@ _SHAPES = {
 }
 
 
-def _fp8_kv(results: Results) -> list[Row]:
-    found = results["fp8kv"]
-    names = {
-        "token_bytes": "KV of a token, bytes",
-        "decode_96x8192_ms": "decode, 96 rows of 8,192 tokens, ms",
-        "decode_1x1024_ms": "decode, 1 row of 1,024 tokens, ms",
-        "prefill_8192_ms": "prompt of 8,192 tokens, ms",
-        "computed_32k_ms": "prompt of 32,768 tokens, computed, ms",
-        "host_hit_32k_ms": "prompt of 32,768 tokens, from the host, ms",
-    }
-    return [
-        [name, found["bfloat16"][key], found["fp8"][key], found["ratio"][key]]
-        for key, name in names.items()
-    ]
+_KV_FIGURES = {
+    "token_bytes": "KV of a token, bytes",
+    "decode_96x8192_ms": "decode, 96 rows of 8,192 tokens, ms",
+    "decode_1x1024_ms": "decode, 1 row of 1,024 tokens, ms",
+    "prefill_8192_ms": "prompt of 8,192 tokens, ms",
+    "computed_32k_ms": "prompt of 32,768 tokens, computed, ms",
+    "host_hit_32k_ms": "prompt of 32,768 tokens, from the host, ms",
+}
+
+
+def _kv_rows(part: str, names: Mapping[str, str]) -> Callable[[Results], list[Row]]:
+    """Rows of these figures, in bfloat16 and in 8 bits."""
+
+    def rows(results: Results) -> list[Row]:
+        found = results[part]
+        return [
+            [name, found["bfloat16"][key], found["fp8"][key], found["ratio"][key]]
+            for key, name in names.items()
+        ]
+
+    return rows
 
 
 _METHODS = {
@@ -690,6 +697,30 @@ TABLES: Sequence[GpuTable] = (
         ),
     ),
     GpuTable(
+        file="gpu-fp8-experts",
+        parts=("fp8moe",),
+        title="Qwen3-30B-A3B's shape, experts in FP8, other weights in bfloat16, random weights, context 1 k",
+        columns=_EXPERT_COLUMNS,
+        rows=_experts(
+            "fp8moe", {"fp8_block": "scales of blocks", "fp8_channel": "scales of channels"}
+        ),
+    ),
+    GpuTable(
+        file="gpu-fp8-latents",
+        parts=("fp8mla",),
+        title="Latent KV in 8 bits beside bfloat16, DeepSeek-V2-Lite's shape, random weights",
+        columns=("27 layers", ("bfloat16", 2), ("8 bits", 2), ("gain", 2)),
+        rows=_kv_rows(
+            "fp8mla",
+            {
+                "token_bytes": "KV of a token, bytes",
+                "decode_96x8192_ms": "decode, 96 rows of 8,192 tokens, ms",
+                "decode_1x32768_ms": "decode, 1 row of 32,768 tokens, ms",
+                "prefill_8192_ms": "prompt of 8,192 tokens, ms",
+            },
+        ),
+    ),
+    GpuTable(
         file="gpu-mla",
         parts=("mla",),
         title="Latent KV (MLA), DeepSeek-V2-Lite's shape, random weights made on the device, context 1 k",
@@ -716,7 +747,7 @@ TABLES: Sequence[GpuTable] = (
         parts=("fp8kv",),
         title="KV in 8 bits beside bfloat16, 8B shape, random weights",
         columns=("8B shape", ("bfloat16", 2), ("8 bits", 2), ("gain", 2)),
-        rows=_fp8_kv,
+        rows=_kv_rows("fp8kv", _KV_FIGURES),
         summary=_summary_fp8_kv,
     ),
     GpuTable(

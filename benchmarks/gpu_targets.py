@@ -172,6 +172,24 @@ TARGETS = (
         checks=(_least("8,192", 0.45, "mxfp4", "prefill", "share"),),
     ),
     Target(
+        file="gpu-fp8-experts",
+        what="share of the roofline of what is read at batch 1 / 32 / 128, scales of blocks",
+        reason="decode reads the touched experts once; the rest is launches",
+        checks=_shares("fp8moe", {"1": 0.45, "32": 0.45, "128": 0.45}, "fp8_block"),
+    ),
+    Target(
+        file="gpu-fp8-experts",
+        what="the same, scales of channels",
+        reason="the same",
+        checks=_shares("fp8moe", {"1": 0.45, "32": 0.45, "128": 0.45}, "fp8_channel"),
+    ),
+    Target(
+        file="gpu-fp8-latents",
+        what="tokens in the same memory",
+        reason="half the bytes, and a scale for each token",
+        checks=(_least("tokens", 1.9, "fp8mla", "ratio", "token_bytes"),),
+    ),
+    Target(
         file="gpu-sampling",
         what="of greedy at 128 rows, each filter",
         reason="what chat clients send should cost about as much as greedy",

@@ -82,6 +82,7 @@ def _kv() -> dict[str, float]:
         "token_bytes": 131072,
         "decode_96x8192_ms": 27.4,
         "decode_1x1024_ms": 4.2,
+        "decode_1x32768_ms": 5.2,
         "prefill_8192_ms": 198.0,
         "computed_32k_ms": 1132.0,
         "host_hit_32k_ms": 83.0,
@@ -233,6 +234,13 @@ SAMPLE: dict[str, dict[str, Any]] = {
         **{method: _method() for method in ("fp8_channel", "int4", "fp8_block")},
     },
     "mxfp4": _experts(),
+    "fp8moe": {method: _experts() for method in ("fp8_block", "fp8_channel")},
+    "fp8mla": {
+        "bfloat16": _kv(),
+        "fp8": _kv(),
+        "ratio": dict.fromkeys(_kv(), 1.9),
+        "kl_mean": 0.085,
+    },
     "fp8kv": {
         "bfloat16": _kv(),
         "fp8": _kv(),

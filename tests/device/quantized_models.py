@@ -29,7 +29,7 @@ def write_quantized(
     stored: Tensors = {}
     whole: Tensors = {}
     for name, weight in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             parts, weight = layer(weight)
             stored |= {
                 name.removesuffix("weight") + part: value.contiguous()

@@ -90,9 +90,9 @@ def test_a_whole_prompt_equals_one_in_chunks(
     tokens = torch.randint(1, 128, (MIN_EXPANDED_TOKENS + 77,)).int().numpy()
     expanded: list[int] = []
 
-    def counted(*given: Any) -> torch.Tensor:
+    def counted(*given: Any, **named: Any) -> torch.Tensor:
         expanded[-1] += 1
-        return attend_prompt(*given)
+        return attend_prompt(*given, **named)
 
     monkeypatch.setattr(decoder_module, "attend_prompt", counted)
     found = []

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from headwater.device.families import check_served
 from headwater.device.model import load
 from headwater.device.quantization.checkpoint import QuantizedCheckpoint
+from headwater.device.quantization.expert_names import expert_layers
 from headwater.device.quantization.schemes import quantization_of
 from headwater.errors import ModelError
 from tests.device.driver import Driver
@@ -79,6 +80,25 @@ def test_experts_are_joined_after_they_are_dequantised(family: Any, tmp_path: Pa
 
     for part, weight in theirs.module.state_dict().items():
         assert torch.equal(ours.module.state_dict()[part], weight), part
+
+
+def test_experts_are_found_by_their_names() -> None:
+    """The experts of a layer are one mixture, in the order of their numbers, under both kinds of names;
+    a mixture without one of its parts is left out."""
+    qwen = [
+        f"m.1.mlp.experts.{n}.{part}_proj" for part in ("down", "gate", "up") for n in (1, 0)
+    ]
+    mixtral = [f"m.2.block_sparse_moe.experts.0.{part}" for part in ("w1", "w2", "w3")]
+    partial = ["m.3.mlp.experts.0.down_proj", "m.3.mlp.experts.0.up_proj"]
+    others = ["m.1.mlp.shared_experts.gate_proj", "m.1.self_attn.q_proj"]
+
+    first, second = expert_layers([*qwen, *partial, *others, *mixtral])
+
+    assert first.module == "m.1.mlp.experts"
+    assert first.up == ("m.1.mlp.experts.0.up_proj", "m.1.mlp.experts.1.up_proj")
+    assert set(first.names) == set(qwen)
+    assert second.module == "m.2.mlp.experts"
+    assert second.names == (mixtral[0], mixtral[2], mixtral[1])
 
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine, release_memory
+from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine, make_model, release_memory
 from headwater.bench._gpu_steps import all_logits, decode_ms, make_runner, prefill_ms
 from headwater.device.model import LoadedModel
 
@@ -38,6 +38,25 @@ def measure_fp8_kv(model: LoadedModel, *, is_quick: bool) -> dict[str, Any]:
     found["ratio"] = {name: plain[name] / small[name] for name in plain}
     found |= _differences(model)
     return found
+
+
+def measure_fp8_latents(shape: str, found: dict[str, Any]) -> None:
+    """Measure latent KV in 8 bits and in bfloat16, and put the ratios into `found`."""
+    model = make_model(shape)
+    for name, each in (("bfloat16", model), ("fp8", replace(model, has_fp8_kv=True))):
+        runner = make_runner(each, rows=_ROWS, tokens=_ROWS * (_CONTEXT + 64))
+        found[name] = {
+            "token_bytes": each.token_bytes,
+            f"decode_{_ROWS}x{_CONTEXT}_ms": decode_ms(runner, _ROWS, _CONTEXT),
+            f"decode_1x{_LONG}_ms": decode_ms(runner, 1, _LONG),
+            f"prefill_{_PROMPT}_ms": prefill_ms(runner, _PROMPT),
+        }
+        runner.close()
+        del runner
+        release_memory()
+    plain, small = found["bfloat16"], found["fp8"]
+    found["ratio"] = {name: plain[name] / small[name] for name in plain}
+    found |= _differences(model)
 
 
 def _host_hit(model: LoadedModel) -> dict[str, float]:

@@ -14,7 +14,7 @@ from headwater.bench._gpu_decode import OUTPUT, PROMPT, serve_batch
 from headwater.bench._gpu_engine import GpuEngine, weight_bytes
 from headwater.bench._gpu_rooflines import kv_tokens_read, pairs_attended
 from headwater.device.gpu import moe
-from headwater.device.gpu.packed_experts import PackedExperts
+from headwater.device.gpu.packed_experts import PackedExperts, StoredExperts
 from headwater.device.model import LoadedModel
 
 _SKIPPED = 4
@@ -101,14 +101,13 @@ def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
     found = [
         module.experts
         for module in model.module.modules()
-        if isinstance(getattr(module, "experts", None), PackedExperts)
+        if isinstance(getattr(module, "experts", None), StoredExperts)
         or hasattr(getattr(module, "experts", None), "down_proj")
     ]
     first: Any = found[0]
-    if isinstance(first, PackedExperts):
-        parts = (first.gate_up, first.down)
-        whole = sum(part.codes.nbytes + part.scales.nbytes for part in parts)
-        return whole // len(first.down.codes), len(found), len(first.down.codes)
+    if isinstance(first, StoredExperts):
+        experts = len(first.down.codes)
+        return first.packed_bytes // experts, len(found), experts
     experts = len(first.down_proj)
     whole = first.gate_up_proj.nbytes + first.down_proj.nbytes
     return whole // experts, len(found), experts
@@ -119,9 +118,10 @@ def _expert_numbers(model: LoadedModel) -> int:
     per_expert, _, _ = _expert_bytes(model)
     for module in model.module.modules():
         experts = getattr(module, "experts", None)
-        if isinstance(experts, PackedExperts):
+        if isinstance(experts, StoredExperts):
+            in_byte = 2 if isinstance(experts, PackedExperts) else 1
             codes = (experts.gate_up.codes, experts.down.codes)
-            return sum(2 * part[0].numel() for part in codes)  # two in a byte
+            return sum(in_byte * part[0].numel() for part in codes)
     return per_expert // model.dtype.itemsize
 
 

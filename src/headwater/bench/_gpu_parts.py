@@ -77,7 +77,9 @@ class GpuParts:
             "sessions": self._sessions,
             "quant": self._quant,
             "mxfp4": self._mxfp4,
+            "fp8moe": self._fp8moe,
             "fp8kv": self._fp8kv,
+            "fp8mla": self._fp8mla,
             "kernels": self._kernels,
         }
 
@@ -321,6 +323,24 @@ class GpuParts:
 
         self._release_model()
         return _gpu_quant.measure_mxfp4(self._ceilings, is_quick=self._options.quick)
+
+    def _fp8moe(self) -> None:
+        from headwater.bench import _gpu_quant
+
+        self._release_model()
+        _gpu_quant.measure_fp8_experts(
+            _MOE_SHAPES[self._options.quick],
+            self._ceilings,
+            self._found("fp8moe"),
+            is_quick=self._options.quick,
+        )
+
+    def _fp8mla(self) -> None:
+        from headwater.bench import _gpu_fp8kv
+
+        self._release_model()
+        shape = _MLA_SHAPES[self._options.quick]
+        _gpu_fp8kv.measure_fp8_latents(shape, self._found("fp8mla"))
 
     def _fp8kv(self) -> dict[str, Any]:
         from headwater.bench import _gpu_fp8kv

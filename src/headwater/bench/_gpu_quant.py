@@ -11,9 +11,11 @@ from headwater.bench._gpu_engine import GpuEngine, make_model, random_model, rel
 from headwater.bench._gpu_moe import measure_moe
 from headwater.bench._gpu_shapes import SHAPES
 from headwater.bench._gpu_steps import all_logits, decode_ms, make_runner, prefill_ms
+from headwater.device.gpu.fp8_experts import Fp8Experts, fp8_experts
 from headwater.device.gpu.packed_experts import PackedExperts, packed_weight
 from headwater.device.gpu.quantized import QuantizedLinear, quantized_weight
 from headwater.device.model import LoadedModel
+from headwater.device.quantization.expert_names import ExpertLayers
 from headwater.device.quantization.matrices import Fp8Matrix, Int4Matrix, QuantizedMatrix
 
 METHODS = ("fp8_channel", "int4", "fp8_block")
@@ -56,6 +58,25 @@ def measure_mxfp4(ceilings: dict[str, float], *, is_quick: bool) -> dict[str, An
     found["is_fused"] = engine.runner.is_fused
     engine.close()
     return found
+
+
+def measure_fp8_experts(
+    shape: str, ceilings: dict[str, float], found: dict[str, Any], *, is_quick: bool
+) -> None:
+    """Put a mixture with experts in FP8, and all other weights in bfloat16, into `found`: shares
+    of the roofline of what is really read."""
+    batches = [1] if is_quick else [1, 32, 128]
+    for method in ("fp8_block", "fp8_channel"):
+        model = make_model(shape)
+        quantize_experts(model, method)
+        release_memory()
+        blocks = blocks_for(batches[-1]) + 256
+        engine = GpuEngine(model, num_blocks=blocks, max_num_seqs=batches[-1])
+        found[method] = measure_moe(model, engine, batches, ceilings)
+        found[method]["is_fused"] = engine.runner.is_fused
+        engine.close()
+        del engine, model
+        release_memory()
 
 
 def _times(model: LoadedModel, *, is_quick: bool) -> dict[str, float]:
@@ -132,6 +153,33 @@ def pack_experts(model: LoadedModel) -> None:
             scales = torch.full(shape, 119, dtype=torch.uint8, device=model.device)
             made.append(packed_weight(blocks, scales))
         module.experts = PackedExperts(experts, *made)
+
+
+def quantize_experts(model: LoadedModel, method: str) -> None:
+    """Replace every layer's experts by the same in FP8."""
+    for module in list(model.module.modules()):
+        experts: Any = getattr(module, "experts", None)
+        if isinstance(getattr(experts, "gate_up_proj", None), Tensor):
+            module.experts = _in_fp8(experts, method)
+
+
+def _in_fp8(experts: Any, method: str) -> Fp8Experts:  # noqa: ANN401 - a module of transformers'
+    names = {
+        part: tuple(f"{part}.{n}" for n in range(len(experts.down_proj)))
+        for part in ("gate", "up", "down")
+    }
+
+    def read(name: str) -> QuantizedMatrix:
+        part, _, number = name.partition(".")
+        if part == "down":
+            return quantized_matrix(experts.down_proj[int(number)], method)
+        gate, up = experts.gate_up_proj[int(number)].chunk(2)
+        return quantized_matrix(gate if part == "gate" else up, method)
+
+    layers = ExpertLayers(module="experts", **names)
+    made = fp8_experts(layers, read, experts.down_proj.device)
+    assert made is not None, "the kernels support these sizes"
+    return made
 
 
 def quantized_matrix(weight: Tensor, method: str) -> QuantizedMatrix:

@@ -43,7 +43,9 @@ PARTS = (
     "sessions",
     "quant",
     "mxfp4",
+    "fp8moe",
     "fp8kv",
+    "fp8mla",
     "kernels",
 )
 SERVER_PARTS = ("http", "mixed", "first_wave", "sessions")

@@ -126,9 +126,8 @@ def load(
     check_served(raw)
     ends = _generation_ends(folder)
     identity_files(folder)
-    # Ranks split plain weights only, and latent KV is computed from them.
-    is_kept = target.type == "cuda" and share is None and raw.get("kv_lora_rank") is None
-    kept_on = target if is_kept else None
+    # Ranks split plain weights only.
+    kept_on = target if target.type == "cuda" and share is None else None
     with ThreadPoolExecutor(1) as hashing:
         # Reading all weights for their hash takes as long as loading them, so it runs on
         # another core. One rank is enough, because the others compute no block keys.

@@ -92,10 +92,14 @@ def open_runner(  # noqa: PLR0913 -- sizes, each by its name
             "try: pip install 'headwater[gpu]'"
         ) from exc
     if model.has_fp8_kv and model.planes == 1:
-        raise ConfigError(
-            "--kv-cache-dtype fp8 is not supported on a GPU for models with latent KV (MLA); "
-            "leave it out"
-        )
+        from headwater.device.gpu.fp8_latents import latent_fault
+
+        fault = latent_fault(model, block_tokens)
+        if fault is not None:
+            raise ConfigError(
+                f"--kv-cache-dtype fp8 does not work on this GPU for models with latent KV (MLA): {fault}; "
+                "leave it out"
+            )
     on_gpu = CudaRunner(model, **sizes, shared=shared, masks=masks)
     on_gpu.compilations = compilations
     if group is not None:

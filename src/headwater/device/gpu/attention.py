@@ -129,15 +129,15 @@ class PagedStep:
     def _store_fp8(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store K and V in the format of `Fp8KVPool`: scales follow the elements of a layer."""
         pool = self.attention.pool
-        block_tokens, kv_heads, dim = pool.shape[3:]
+        num_planes, block_tokens, kv_heads, dim = pool.shape[2:]
         codes = pool.view(torch.uint8)
         scales = codes.as_strided(
-            (*pool.shape[:2], 2, block_tokens, kv_heads),
+            (*pool.shape[:2], num_planes, block_tokens, kv_heads),
             (pool.stride(0), pool.stride(1), block_tokens * kv_heads, kv_heads, 1),
-            2 * block_tokens * kv_heads * dim,
+            num_planes * block_tokens * kv_heads * dim,
         )
         slots, offsets = self.slots.long(), self.positions.long() % block_tokens
-        for plane, heads in enumerate((key, value)):
+        for plane, heads in enumerate((key, value)[:num_planes]):
             numbers, exponents = quantize(heads)
             codes[slots, layer, plane, offsets] = numbers.view(torch.uint8)
             scales[slots, layer, plane, offsets] = exponents

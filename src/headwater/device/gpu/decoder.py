@@ -159,8 +159,9 @@ class FusedDecoder:
             packed = self._project_qkv(layer, hidden)
             self._store(layer, packed, places, pool, number)
             attended = self._attend(
-                layer, packed, places.positions, number, attend, expanded=expanded
-            )
+                layer, packed, places.positions, number, attend,
+                expanded=expanded, is_fp8=pool.element_size() == 1,
+            )  # fmt: skip
             self._finish_layer(layer, hidden, attended, is_eager=is_eager)
         return hidden
 
@@ -235,15 +236,19 @@ class FusedDecoder:
         attend: Attend,
         *,
         expanded: int | None = None,
+        is_fp8: bool = False,
     ) -> Tensor:
-        """Attention of each row, in the layout of the output projection."""
+        """Attention of each row, in the layout of the output projection. `is_fp8` means that
+        the pool has 8-bit KV."""
         latent = layer.latent
         if latent is None:
             return attend(number, packed, layer.variant)
         if expanded is None:
             query = latent.queries(packed, positions, layer.table)
             return latent.by_head(attend(number, query, layer.variant))
-        prompt = attend_prompt(latent, packed[expanded:], layer.table, layer.variant.scaling)
+        prompt = attend_prompt(
+            latent, packed[expanded:], layer.table, layer.variant.scaling, is_fp8=is_fp8
+        )
         if not expanded:
             return prompt
         others = self._attend(layer, packed[:expanded], positions[:expanded], number, attend)

@@ -178,9 +178,9 @@ def pack(
     )
     if num_decodes:
         attention.num_decodes = num_decodes
-        attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)
+        attention.decodes = decode_work(contexts, tables, table_start, sent[9:13], pool, heads)
     if len(last):
-        attention.sampled = _decodes(sent[16], tables, sent[17], sent[18:22], pool, heads)
+        attention.sampled = decode_work(sent[16], tables, sent[17], sent[18:22], pool, heads)
     if len(shared.row):
         rows = len(shared.row) * shared.num_parts * tile if shared.num_parts > 1 else 0
         partial, partial_lse = partials(rows, heads, pool)
@@ -229,7 +229,7 @@ def _whole(layout: Layout, min_tokens: int) -> WholePrompt | None:
     return WholePrompt(int(layout.batch.query_start[-2]), count)
 
 
-def _decodes(
+def decode_work(
     contexts: Tensor,
     tables: Tensor,
     table_start: Tensor,
@@ -237,6 +237,7 @@ def _decodes(
     pool: KVPool,
     heads: int,
 ) -> DecodeWork:
+    """The work of rows of one token, with new memory for partial results."""
     partial, partial_lse = partials(len(pieces[1]), heads, pool)
     return DecodeWork(
         contexts=contexts,

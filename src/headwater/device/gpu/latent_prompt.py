@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from headwater.device.fp8_kv import dequantize, quantize
 from headwater.device.gpu.latent import LatentWeights, RotaryTable
 from headwater.device.kernels.latent import rotate_queries
 
@@ -27,7 +28,7 @@ _BLOCK = 64
 
 def can_expand(weights: LatentWeights | None, pool: Tensor) -> bool:
     """Whether torch's kernel supports the heads of a layer."""
-    if weights is None or pool.element_size() != 2:
+    if weights is None or weights.keys.element_size() != 2:
         return False
     _, key_dim, rank = weights.keys.shape
     key_size = key_dim + pool.shape[-1] - rank
@@ -39,9 +40,12 @@ def attend_prompt(
     packed: Tensor,
     table: RotaryTable,
     scaling: float,
+    *,
+    is_fp8: bool = False,
 ) -> Tensor:
     """Causal attention of a prompt without cached tokens, `[tokens, heads * value_dim]`. `packed`
-    are the outputs of the layer's first projection."""
+    are the outputs of the layer's first projection. `is_fp8` rounds latents as they are stored
+    in a pool of 8-bit KV."""
     # Not a slice of the step's positions: after other rows the slice could begin at any
     # address, and Triton would compile the kernels again for an address that is no multiple of
     # 16 bytes.
@@ -53,6 +57,8 @@ def attend_prompt(
     pool = packed.new_empty((blocks, 1, 1, _BLOCK, 1, rank + rotated))
     weights.store(packed, positions, positions // _BLOCK, table, pool, 0)
     latents = pool.view(-1, rank + rotated)[:tokens]
+    if is_fp8:
+        latents = dequantize(*quantize(latents), latents.dtype)
     plain = weights.plain_queries(packed[:, : weights.query_size])
     query = packed.new_empty((tokens, heads, key_dim + rotated))
     query[..., :key_dim] = plain.view(tokens, heads, -1)[..., :key_dim]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwater.device.gpu.fp8_experts import Fp8Experts
 from headwater.device.gpu.mlp import (
     MAX_GEMM_ROWS,
     DenseMLP,
@@ -31,6 +32,7 @@ from headwater.device.kernels.experts import (
     add_pairs,
 )
 from headwater.device.kernels.gemv import fits, gemv, has_whole_tiles
+from headwater.device.kernels.quantized import Code
 from headwater.device.kernels.routing import (
     GroupScore,
     RouterScore,
@@ -109,7 +111,7 @@ def _add(
         ids, weights = choose_experts(logits, block.rule)
         _pairs(block.experts)(x, hidden, block.experts, ids, weights)
     else:
-        grouped = mx_experts.add_grouped if block.experts.is_packed else add_grouped
+        grouped = mx_experts.add_grouped if block.experts.is_mxfp4 else add_grouped
         grouped(x, hidden, block.experts, route(logits, block.rule))
     if block.shared is not None:
         result = dense(block.shared, x, is_eager=is_eager)
@@ -144,7 +146,7 @@ def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm | No
 
 
 def _pairs(experts: ExpertWeights) -> Callable[..., None]:
-    return mx_experts.add_pairs if experts.is_packed else add_pairs
+    return mx_experts.add_pairs if experts.is_mxfp4 else add_pairs
 
 
 _CORRECTION = "e_score_correction_bias"
@@ -213,6 +215,8 @@ def _rule(block: Any, router: Any, num_experts: int) -> RoutingRule | None:  # n
 def _experts(module: Any) -> ExpertWeights | None:  # noqa: ANN401 - a module of transformers'
     if isinstance(module, PackedExperts):
         return _packed_experts(module)
+    if isinstance(module, Fp8Experts):
+        return module.weights
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.dim() != 3:
         return None
@@ -235,6 +239,7 @@ def _experts(module: Any) -> ExpertWeights | None:  # noqa: ANN401 - a module of
 
 def _packed_experts(module: PackedExperts) -> ExpertWeights:
     return ExpertWeights(
+        code=Code.MXFP4,
         gate_up=module.gate_up.codes,
         gate_up_scales=module.gate_up.scales,
         down=module.down.codes,

@@ -1,8 +1,8 @@
-"""GPT-OSS's experts on the GPU in their published format, MXFP4; they are never dequantised as
-a whole.
+"""Experts on the GPU in their published format; they are never dequantised as a whole. Those of
+GPT-OSS are in MXFP4.
 
-In the published format, a group of 32 inputs is 16 bytes: byte i has inputs 2 i (low bits) and
-2 i + 1. The kernels need them in quarters, as `unpack` describes.
+In MXFP4 as it is published, a group of 32 inputs is 16 bytes: byte i has inputs 2 i (low bits)
+and 2 i + 1. The kernels need them in quarters, as `unpack` describes.
 """
 
 from dataclasses import dataclass
@@ -43,9 +43,41 @@ def packed_weight(blocks: Tensor, scales: Tensor) -> PackedWeight:
     return PackedWeight(codes=packed_quarters(codes, _GROUP), scales=scales.contiguous())
 
 
-class PackedExperts(nn.Module):
+class StoredExperts(nn.Module):
     """Replaces the experts of a layer in transformers' own code. It computes one expert at a
-    time."""
+    time. Weights keep their stored format."""
+
+    gate_up: Any
+    """Weights with `codes`, `scales`, and `plain`, which dequantises those of one expert."""
+
+    down: Any
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the weights, which are not parameters."""
+        parts = (self.gate_up, self.down)
+        return sum(part.codes.nbytes + part.scales.nbytes for part in parts)
+
+    def compute(self, rows: Tensor, expert: int) -> Tensor:
+        """The result of one expert for `rows`."""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The result for rows `[tokens, size]` with the experts `chosen` and their `weights`,
+        for each row."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if weights.shape[1] != chosen.shape[1]:
+            weights = weights.gather(1, chosen)
+        out = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():
+            row, place = torch.where(chosen == expert)
+            result = self.compute(rows[row], expert)
+            out.index_add_(0, row, (result * weights[row, place, None]).to(out.dtype))
+        return out.view(hidden.shape)
+
+
+class PackedExperts(StoredExperts):
+    """GPT-OSS's experts in MXFP4."""
 
     def __init__(self, plain: nn.Module, gate_up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()
@@ -57,26 +89,12 @@ class PackedExperts(nn.Module):
         )
         self.alpha, self.limit = float(parts.alpha), float(parts.limit)
 
-    @property
-    def packed_bytes(self) -> int:
-        """Memory of the weights, which are not parameters."""
-        parts = (self.gate_up, self.down)
-        return sum(part.codes.nbytes + part.scales.nbytes for part in parts)
-
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The result for rows `[tokens, size]` with the experts `chosen` and their `weights`,
-        for each row."""
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if weights.shape[1] != chosen.shape[1]:
-            weights = weights.gather(1, chosen)
-        out = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():
-            row, place = torch.where(chosen == expert)
-            both = rows[row] @ self.gate_up.plain(expert, rows.dtype)
-            both = both + self.gate_up_proj_bias[expert]
-            gate = both[:, 0::2].clamp(max=self.limit)
-            up = both[:, 1::2].clamp(-self.limit, self.limit)
-            inner = (up + 1) * gate * torch.sigmoid(gate * self.alpha)
-            result = inner @ self.down.plain(expert, rows.dtype) + self.down_proj_bias[expert]
-            out.index_add_(0, row, (result * weights[row, place, None]).to(out.dtype))
-        return out.view(hidden.shape)
+    def compute(self, rows: Tensor, expert: int) -> Tensor:
+        """See `StoredExperts`."""
+        both = rows @ self.gate_up.plain(expert, rows.dtype) + self.gate_up_proj_bias[expert]
+        gate = both[:, 0::2].clamp(max=self.limit)
+        up = both[:, 1::2].clamp(-self.limit, self.limit)
+        inner = (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+        result: Tensor = inner @ self.down.plain(expert, rows.dtype)
+        result += self.down_proj_bias[expert]
+        return result

@@ -16,6 +16,13 @@ def scale_exponent(top):  # noqa: ANN201 - Triton's own types
 
 
 @triton.jit
+def stored_exponent(top, KIND: tl.constexpr):  # noqa: ANN201 - Triton's own types
+    """`scale_exponent` of a stored head of this type: float16 cannot represent exactly what
+    smaller scales would give."""
+    return tl.maximum(scale_exponent(top), 112 if tl.float16 == KIND else 1)
+
+
+@triton.jit
 def power_of_two(exponent):  # noqa: ANN201 - Triton's own types
     """2 ** (exponent - 127), for int32 exponents of 1 to 254."""
     return (exponent << 23).to(tl.float32, bitcast=True)

@@ -4,7 +4,8 @@
     a value            | latent ........ LATENT |
 
 Queries are absorbed already (`device.latent`), so this is attention with one KV head. A tile of
-latents is read once, and used as keys and as values.
+latents is read once, and used as keys and as values. In a pool of 8-bit KV both parts share a scale,
+which follows the elements of the layer (`fp8_kv`).
 """
 
 import triton
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels.early import start_early, starts_early
+from headwater.device.kernels.fp8 import power_of_two, stored_exponent
 from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kernels.rotary import RotaryPairs
 from headwater.device.kernels.tiles import ChunkWork
@@ -38,6 +40,17 @@ def rotate_rows(
     """Rotate `[rows, 2 * HALF]` from pointers `source` to pointers `target`, one per row."""
     at = tl.arange(0, WIDTH)
     inside = live[:, None] & (at < HALF)[None, :]
+    first, second = _rotated(source, cosines, sines, position, inside, HALF, WIDTH, PAIRS)
+    place, beside = _rotated_places(target[:, None], HALF, WIDTH, PAIRS)
+    tl.store(place, first, mask=inside)
+    tl.store(place + beside, second, mask=inside)
+
+
+@triton.jit
+def _rotated(source, cosines, sines, position, inside, HALF: tl.constexpr, WIDTH: tl.constexpr,
+             PAIRS: tl.constexpr):  # fmt: skip
+    """Both elements of each pair, rotated."""
+    at = tl.arange(0, WIDTH)
     # From one pair to the next, and from the first element of a pair to the second.
     step: tl.constexpr = 1 if PAIRS == 0 else 2
     beside: tl.constexpr = HALF if PAIRS == 0 else 1
@@ -48,34 +61,22 @@ def rotate_rows(
     angle = position.to(tl.int64) * HALF + at
     cosine = tl.load(cosines + angle, mask=at < HALF, other=0.0)[None, :]
     sine = tl.load(sines + angle, mask=at < HALF, other=0.0)[None, :]
-    out_step: tl.constexpr = 2 if PAIRS == 1 else 1
-    out_beside: tl.constexpr = 1 if PAIRS == 1 else HALF
-    place = target[:, None] + at[None, :] * out_step
-    tl.store(place, left * cosine - right * sine, mask=inside)
-    tl.store(place + out_beside, right * cosine + left * sine, mask=inside)
+    return left * cosine - right * sine, right * cosine + left * sine
 
 
 @triton.jit
-def _store(
-    packed,
-    packed_stride,
-    positions,
-    slots,
-    norm_weight,
-    epsilon,
-    cosines,
-    sines,
-    pool,
-    block_stride,
-    layer_at,
-    LATENT: tl.constexpr,
-    LATENT_WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ROTATED_WIDTH: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+def _rotated_places(target, HALF: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the first elements of pairs go, and how far behind them the second ones."""
+    step: tl.constexpr = 2 if PAIRS == 1 else 1
+    beside: tl.constexpr = 1 if PAIRS == 1 else HALF
+    return target + tl.arange(0, WIDTH)[None, :] * step, beside
+
+
+@triton.jit
+def _store(packed, packed_stride, positions, slots, norm_weight, epsilon, cosines, sines,
+           pool, block_stride, layer_at, LATENT: tl.constexpr, LATENT_WIDTH: tl.constexpr,
+           ROTATED: tl.constexpr, ROTATED_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+           PAIRS: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     start_early(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -87,34 +88,41 @@ def _store(
     values = tl.load(row + at, mask=at < LATENT, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / LATENT + epsilon)
     weights = tl.load(norm_weight + at, mask=at < LATENT, other=0.0).to(tl.float32)
-    place = pool + slot * block_stride + layer_at
-    place += (position % BLOCK_TOKENS) * (LATENT + ROTATED)
-    tl.store(place + at, values * scale * weights, mask=at < LATENT)
-    # `rotate_rows` takes a pointer per row; this token is the only row.
+    values = values * scale * weights
+    # The rotation takes a pointer per row; this token is the only row.
     one = tl.zeros([1], tl.int64)
-    rotate_rows(
-        row + LATENT + one, place + LATENT + one, cosines, sines, position, one == 0,
-        ROTATED // 2, ROTATED_WIDTH, PAIRS,
-    )  # fmt: skip
+    inside = (tl.arange(0, ROTATED_WIDTH) < ROTATED // 2)[None, :]
+    first, second = _rotated(
+        row + LATENT + one, cosines, sines, position, inside, ROTATED // 2, ROTATED_WIDTH, PAIRS
+    )
+    of_layer = slot * block_stride + layer_at
+    in_block = position % BLOCK_TOKENS
+    if FP8:
+        # Rounded as in a 16-bit pool, so that a CPU stores the same.
+        kind: tl.constexpr = packed.dtype.element_ty
+        values = values.to(kind).to(tl.float32)
+        first = first.to(kind).to(tl.float32)
+        second = second.to(kind).to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(first)), tl.max(tl.abs(second)))
+        exponent = stored_exponent(tl.maximum(top, tl.max(tl.abs(values))), kind)
+        inverse = power_of_two(254 - exponent)
+        values, first, second = values * inverse, first * inverse, second * inverse
+        scales = (
+            pool.to(tl.pointer_type(tl.uint8)) + of_layer + BLOCK_TOKENS * (LATENT + ROTATED)
+        )
+        tl.store(scales + in_block, exponent.to(tl.uint8))
+    place = pool + of_layer + in_block * (LATENT + ROTATED)
+    tl.store(place + at, values.to(pool.dtype.element_ty), mask=at < LATENT)
+    place, beside = _rotated_places(place + LATENT, ROTATED // 2, ROTATED_WIDTH, PAIRS)
+    tl.store(place, first.to(pool.dtype.element_ty), mask=inside)
+    tl.store(place + beside, second.to(pool.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rotate_queries(
-    packed,
-    packed_stride,
-    positions,
-    cosines,
-    sines,
-    query,
-    HEADS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ROTATED_WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+def _rotate_queries(packed, packed_stride, positions, cosines, sines, query,
+                    HEADS: tl.constexpr, PLAIN: tl.constexpr, LATENT: tl.constexpr,
+                    ROTATED: tl.constexpr, ROTATED_WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+                    GROUP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     start_early(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -128,38 +136,25 @@ def _rotate_queries(
 
 
 @triton.jit
-def _keys_seen(
-    q,
-    q_rotated,
-    highest,
-    total,
-    summed,
-    begin,
-    end,
-    query_at,
-    pool,
-    table,
-    block_stride,
-    layer_at,
-    scale,
-    LATENT: tl.constexpr,
-    LATENT_WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ROTATED_WIDTH: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    EXACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _keys_seen(q, q_rotated, highest, total, summed, begin, end, query_at, pool, table,
+               block_stride, layer_at, scale, LATENT: tl.constexpr,
+               LATENT_WIDTH: tl.constexpr, ROTATED: tl.constexpr, ROTATED_WIDTH: tl.constexpr,
+               BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+               EXACT: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Attend to keys `[begin, end)`; with `CAUSAL`, each query attends only to keys up to its
     own position."""
     at = tl.arange(0, LATENT_WIDTH)
     rotated_at = tl.arange(0, ROTATED_WIDTH)
     size: tl.constexpr = LATENT + ROTATED
+    is_fp8: tl.constexpr = pool.dtype.element_ty == tl.float8e4nv
+    scales = pool.to(tl.pointer_type(tl.uint8)) + BLOCK_TOKENS * size
     # Slots are read one iteration ahead: a load that depends on a slot read in the same
-    # iteration is not pipelined.
+    # iteration is not pipelined. Neither are loads of single bytes.
     slot = tl.load(table + begin // BLOCK_TOKENS, mask=begin < end, other=0).to(tl.int64)
+    if is_fp8 and BLOCK_TOKENS % KEYS == 0:
+        following = _exponents(
+            scales + layer_at, slot * block_stride, begin, end, BLOCK_TOKENS, KEYS
+        )
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = first + tl.arange(0, KEYS)
         seen = key < end
@@ -176,12 +171,30 @@ def _keys_seen(
         rotated = tl.load(
             pool + place[:, None] + LATENT + rotated_at[None, :], mask=inside, other=0.0
         )
+        if is_fp8:
+            latent, rotated = latent.to(q.dtype), rotated.to(q.dtype)
+            if BLOCK_TOKENS % KEYS == 0:
+                exponent = following
+                following = _exponents(
+                    scales + layer_at,
+                    slot * block_stride,
+                    first + KEYS,
+                    end,
+                    BLOCK_TOKENS,
+                    KEYS,
+                )
+            else:
+                exponent = _exponents(
+                    scales + layer_at, slots * block_stride, first, end, BLOCK_TOKENS, KEYS
+                )
         if EXACT:
             scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
             scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee")
         else:
             scores = tl.dot(q, tl.trans(latent))
             scores = tl.dot(q_rotated, tl.trans(rotated), scores)
+        if is_fp8:
+            scores = scores * power_of_two(exponent)[None, :]
         visible = seen[None, :]
         if CAUSAL:
             visible = visible & (key[None, :] <= query_at[:, None])
@@ -193,7 +206,17 @@ def _keys_seen(
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weights, 1)
         summed = summed * decay[:, None]
-        if EXACT:
+        if is_fp8:
+            # Scales relative to the largest one of the tile: float16 could not represent very
+            # small scales.
+            top = tl.max(exponent, 0)
+            weights = weights * tl.exp2((exponent - top).to(tl.float32))[None, :]
+            if EXACT:
+                part = tl.dot(weights, latent, input_precision="ieee")
+            else:
+                part = tl.dot(weights.to(latent.dtype), latent)
+            summed += part * power_of_two(top)
+        elif EXACT:
             summed = tl.dot(weights, latent, summed, input_precision="ieee")
         else:
             summed = tl.dot(weights.to(latent.dtype), latent, summed)
@@ -202,34 +225,20 @@ def _keys_seen(
 
 
 @triton.jit
-def _attend_decodes(
-    query,
-    pool,
-    contexts,
-    tables,
-    table_start,
-    piece,
-    work_row,
-    work_start,
-    row_work,
-    partial,
-    partial_lse,
-    out,
-    block_stride,
-    layer_at,
-    scale,
-    HEADS: tl.constexpr,
-    LATENT: tl.constexpr,
-    LATENT_WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ROTATED_WIDTH: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    EXACT: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+def _exponents(scales, block_at, first, end, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):
+    """Exponents of the scales of the keys from `first` on."""
+    key = first + tl.arange(0, KEYS)
+    found = tl.load(scales + block_at + key % BLOCK_TOKENS, mask=key < end, other=1)
+    return found.to(tl.int32)
+
+
+@triton.jit
+def _attend_decodes(query, pool, contexts, tables, table_start, piece, work_row, work_start,
+                    row_work, partial, partial_lse, out, block_stride, layer_at, scale,
+                    HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_WIDTH: tl.constexpr,
+                    ROTATED: tl.constexpr, ROTATED_WIDTH: tl.constexpr,
+                    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
+                    EXACT: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     item = tl.program_id(1)
     row = tl.load(work_row + item)
     is_used = row >= 0
@@ -273,35 +282,13 @@ def _attend_decodes(
 
 
 @triton.jit
-def _attend_chunks(
-    query,
-    pool,
-    contexts,
-    query_start,
-    tables,
-    table_start,
-    tile_row,
-    tile_start,
-    part_keys,
-    partial,
-    partial_lse,
-    out,
-    block_stride,
-    layer_at,
-    scale,
-    HEADS: tl.constexpr,
-    LATENT: tl.constexpr,
-    LATENT_WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ROTATED_WIDTH: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    EXACT: tl.constexpr,
-    STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _attend_chunks(query, pool, contexts, query_start, tables, table_start, tile_row,
+                   tile_start, part_keys, partial, partial_lse, out, block_stride, layer_at,
+                   scale, HEADS: tl.constexpr, LATENT: tl.constexpr,
+                   LATENT_WIDTH: tl.constexpr, ROTATED: tl.constexpr,
+                   ROTATED_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+                   KEYS: tl.constexpr, QUERIES: tl.constexpr, EXACT: tl.constexpr,
+                   STAGES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     # A tile is processed in groups of QUERIES, because more do not fit into registers beside
     # their sums.
     head = tl.program_id(0) // (TILE // QUERIES)
@@ -389,6 +376,7 @@ def store_latents(
         ROTATED_WIDTH=triton.next_power_of_2(rotated // 2),
         BLOCK_TOKENS=pool.shape[3],
         PAIRS=int(pairs),
+        FP8=pool.element_size() == 1,
         EARLY=early,
         num_warps=1,
         launch_pdl=early,

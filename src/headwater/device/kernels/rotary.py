@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.early import start_early, starts_early
-from headwater.device.kernels.fp8 import power_of_two, scale_exponent
+from headwater.device.kernels.fp8 import power_of_two, stored_exponent
 
 _FEW_ROWS, _FEW_HEADS, _MANY_HEADS = 64, 4, 16
 """Up to this many rows, a program has few heads, so that there are enough programs."""
@@ -136,7 +136,7 @@ def _rotate(
         if has_rest:
             rest = rest.to(kind).to(tl.float32)
             top = tl.maximum(top, tl.max(tl.abs(rest), 1))
-        exponent = scale_exponent(top)
+        exponent = stored_exponent(top, kind)
         # 254 - e is the exponent byte of the inverse: 2 ** (127 - e).
         inverse = power_of_two(254 - exponent)[:, None]
         rotated_left = rotated_left * inverse

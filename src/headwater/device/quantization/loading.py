@@ -1,26 +1,40 @@
 """Makes a transformers model from quantised weights.
 
-On a CPU every weight is dequantised to the serving dtype. On a GPU linear layers keep their
-stored format; experts, and formats without a kernel, are dequantised there too. transformers
+On a CPU every weight is dequantised to the serving dtype. On a GPU linear layers, and experts in
+FP8, keep their stored format; formats without a kernel are dequantised there too. transformers
 gets the weights under the names of a plain model, so it still joins experts and ties embeddings
-itself. For a weight that is kept, it gets a placeholder of one element.
+itself. For a weight that is kept, it gets a placeholder of one element; kept experts are joined
+before.
 """
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from headwater.device.families import ALIASES
 from headwater.device.quantization.checkpoint import QuantizedCheckpoint
+from headwater.device.quantization.expert_names import expert_layers
 from headwater.device.quantization.matrices import QuantizedMatrix
 from headwater.device.quantization.schemes import Quantization
 from headwater.device.transformers_config import transformers_config
 from headwater.errors import ModelError
 
+if TYPE_CHECKING:
+    from headwater.device.gpu.fp8_experts import Fp8Experts
+
 _log = logging.getLogger(__name__)
+
+_PLAIN_EXPERTS = frozenset(
+    {
+        *("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+        *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open"),
+    }
+)
+"""Families whose experts have gate, up and down, and nothing else."""
 
 
 def load_quantized(
@@ -41,22 +55,71 @@ def load_quantized(
     checkpoint = QuantizedCheckpoint(folder, quantization)
     state = dict(checkpoint.plain())
     kept: dict[str, QuantizedMatrix] = {}
+    experts: dict[str, Fp8Experts] = {}
+    done: set[str] = set()
+    if kept_on is not None:
+        experts, done = _kept_experts(checkpoint, config, target, kept_on)
+    for name, each in experts.items():
+        for part, weight in (("gate_up_proj", each.gate_up), ("down_proj", each.down)):
+            placeholder = torch.zeros(1, dtype=target)
+            state[f"{name}.{part}"] = placeholder.expand(weight.codes.shape)
+    # Latent KV is computed from plain weights.
+    has_latents = getattr(config, "kv_lora_rank", None) is not None
     for layer in checkpoint.layers:
+        if layer in done:
+            continue
         matrix = checkpoint.matrix(layer)
-        if kept_on is not None and _is_kept(layer, matrix):
+        if kept_on is not None and not has_latents and _is_kept(layer, matrix):
             kept[layer] = matrix.to(kept_on)
             state[f"{layer}.weight"] = torch.zeros(1, dtype=target).expand(matrix.shape)
         else:
             state[f"{layer}.weight"] = matrix.dequantize(target)
     _log.info(
         "quantised weights are %s: method=%s layers=%d kept=%d dtype=%s",
-        "kept" if kept else "dequantised at load",
-        quantization.method, len(checkpoint.layers), len(kept), target,
+        "kept" if kept or experts else "dequantised at load",
+        quantization.method, len(checkpoint.layers), len(kept) + len(done), target,
     )  # fmt: skip
     module, found = model_from(state, config, dtype=target, **loading)
     for layer, matrix in kept.items():
         _replace(module, layer, matrix, target)
+    for name, each in experts.items():
+        parent, _, own = name.rpartition(".")
+        setattr(module.get_submodule(parent), own, each)
     return module, found
+
+
+def _kept_experts(
+    checkpoint: QuantizedCheckpoint,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[dict[str, "Fp8Experts"], set[str]]:
+    """Experts that keep their format on `device`, by the name of their module, and the layers
+    of the files that they consist of. Both are empty if the kernels and dequantised weights give
+    different results for the first experts."""
+    model_type = str(config.model_type)
+    groups = expert_layers(checkpoint.layers)
+    is_plain = ALIASES.get(model_type, model_type) in _PLAIN_EXPERTS
+    if not groups or not is_plain or getattr(config, "hidden_act", "silu") != "silu":
+        return {}, set()
+    from headwater.device.gpu.fp8_experts import fault_of, fp8_experts
+    from headwater.device.gpu.kernel_cache import use_kernel_cache
+
+    use_kernel_cache(device)
+    kept: dict[str, Fp8Experts] = {}
+    done: set[str] = set()
+    for group in groups:
+        experts = fp8_experts(group, checkpoint.matrix, device)
+        if experts is None:
+            continue
+        if not kept:
+            fault = fault_of(experts, int(config.num_experts_per_tok), dtype)
+            if fault is not None:
+                _log.warning("experts are dequantised: their FP8 kernels failed: %s", fault)
+                return {}, set()
+        kept[group.module] = experts
+        done |= set(group.names)
+    return kept, done
 
 
 def _is_kept(layer: str, matrix: QuantizedMatrix) -> bool:
