@@ -95,6 +95,46 @@ def test_a_continued_stream_states_one_time_of_creation(path):
     run(scenario)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_stream_without_a_last_event_is_passed_on_as_it_is(path):
+    """These formats have no [DONE]. Their end is no failure of the instance."""
+
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
+        question = [{"role": "user", "content": "hello"}]
+        body = {"messages": question, "input": "hello", "stream": True, "max_tokens": 9}
+
+        text = (await harness.client.post(path, json=body)).text
+
+        assert "[DONE]" not in text
+        assert re.findall("^event: (.*)", text, re.MULTILINE)[-1] in (
+            "message_stop",
+            "response.incomplete",
+        )
+        assert (await harness.known())[one.name]["state"] == "ready"
+        assert 'outcome="answered"} 1' in (await harness.client.get("/metrics")).text
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_an_error_in_such_a_stream_has_the_format_of_its_client(path):
+    """No instance can continue: the last event is a named error, and no [DONE] follows."""
+
+    async def scenario(harness):
+        question = [{"role": "user", "content": "hello"}]
+        body = {"messages": question, "input": "hello", "stream": True, "max_tokens": 300}
+
+        text = await broken_stream(harness, path, body, how="kill", others=0)
+
+        *_, last = text.rstrip().split("\n\n")
+        assert last.startswith('event: error\ndata: {"')
+        assert "no other could continue" in last
+
+    run(scenario)
+
+
 def test_many_streams_go_on_at_once():
     """However many streams an instance had: each is continued once. That adds no load, so it
     does not use the retry budget, which is for requests that start again."""

@@ -59,6 +59,8 @@ class Worker:
         self._engine = RecordedEngine(start.name)
         self._listener = socket.socket(fileno=start.listener)
         self._service: Service | None = None
+        self._opening = asyncio.Lock()
+        """Held while the tokenizer is loaded: engines may restart meanwhile."""
         self._spans: SpanExporter | None = None
         self._memberships: Memberships | None = None
         self._membership: asyncio.Task[None] | None = None
@@ -111,8 +113,9 @@ class Worker:
         if up.record is not None:
             self._engine.record(up.record)
         self._engine.attach(up.address, up.info)
-        if self._service is None:
-            await self._open(up)
+        async with self._opening:
+            if self._service is None:
+                await self._open(up)
 
     async def _open(self, up: EngineUp) -> None:
         """Build the application; from now on requests are served."""

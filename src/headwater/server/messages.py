@@ -67,6 +67,9 @@ def _messages_error(error: HeadwaterError) -> MessagesError:
     return MessagesError(error=MessagesErrorObject(type=kind, message=message))
 
 
+MESSAGES_EVENTS = EventStyle(is_named=True, last=b"", error=_messages_error)
+
+
 async def messages(request: Request) -> ASGIResponse:
     """Answer POST /v1/messages."""
     try:
@@ -107,7 +110,7 @@ async def _chat(request: Request, body: CountTokensRequest) -> ChatRequest:
 class _MessagesFormat:
     """Writes output as messages: blocks of reasoning, text and tool use, in order."""
 
-    style = EventStyle(is_named=True, last=b"", error=_messages_error)
+    style = MESSAGES_EVENTS
     reports_usage = True
 
     def __init__(self, call: Call[ChatRequest], job: GenerationJob) -> None:

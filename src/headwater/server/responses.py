@@ -101,10 +101,13 @@ def _error_event(error: HeadwaterError) -> Struct:
     return ResponseErrorEvent(message=found.message, code=found.code, param=found.param)
 
 
+RESPONSES_EVENTS = EventStyle(is_named=True, last=b"", error=_error_event)
+
+
 class _ResponsesFormat:
     """Writes output as a response, and stores it when it is complete."""
 
-    style = EventStyle(is_named=True, last=b"", error=_error_event)
+    style = RESPONSES_EVENTS
     reports_usage = True
 
     def __init__(

@@ -83,6 +83,14 @@ class EventStyle:
     error: Callable[[HeadwaterError], Any] = error_answer
     """The event of a failure inside a stream, and the body of a failure before it."""
 
+    def write(self, event: msgspec.Struct) -> bytes:
+        """One event as it is sent."""
+        data = b"data: " + encode(event) + b"\n\n"
+        if not self.is_named:
+            return data
+        name: str = event.type  # type: ignore[attr-defined]  # named events have one
+        return b"event: " + name.encode() + b"\n" + data
+
 
 OPENAI_EVENTS = EventStyle()
 
@@ -116,25 +124,18 @@ class EventStream:
             if comment:
                 await self._write(comment + b"\n")
             return
-        *before, last = [self._event(event) for event in events]
+        *before, last = [self._style.write(event) for event in events]
         await self._write(b"".join(part + event for event in before) + comment + last)
 
     async def end(self) -> None:
         """Send the end of a stream, and end the response."""
         await self._write(self._style.last, more=False)
 
-    def _event(self, event: msgspec.Struct) -> bytes:
-        data = b"data: " + encode(event) + b"\n\n"
-        if not self._style.is_named:
-            return data
-        name: str = event.type  # type: ignore[attr-defined]  # named events have one
-        return b"event: " + name.encode() + b"\n" + data
-
     async def fail(self, error: HeadwaterError, receive: Receive) -> None:
         """Send the error: as an event if the stream has begun, otherwise as a response."""
         if self._has_begun:
             comment = b"" if isinstance(error, RequestError) else self._on_failure
-            event = self._event(self._style.error(error))
+            event = self._style.write(self._style.error(error))
             await self._write(comment + event + self._style.last, more=False)
         else:
             response = error_response(error, self._style.error(error))

@@ -19,7 +19,9 @@ from headwater.server.body import ASGIResponse, read_raw
 from headwater.server.cluster_auth import ClusterAuth
 from headwater.server.continuation import HEADER as CONTINUABLE_HEADER
 from headwater.server.errors import RequestRefused, error_response
+from headwater.server.messages import MESSAGES_EVENTS
 from headwater.server.middleware import access_of
+from headwater.server.responses import RESPONSES_EVENTS
 from headwater.server.router.attempts import Attempts, RetryBudget
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
@@ -41,7 +43,7 @@ from headwater.server.router.upstream import (
     ForwardedRequest,
     end_stream,
 )
-from headwater.server.streaming import ClientDisconnected, while_connected
+from headwater.server.streaming import OPENAI_EVENTS, ClientDisconnected, while_connected
 
 _PASSED_ON = (
     "content-type",
@@ -49,6 +51,7 @@ _PASSED_ON = (
     "user-agent",
     "accept",
 )
+_STYLES = {"/v1/messages": MESSAGES_EVENTS, "/v1/responses": RESPONSES_EVENTS}
 _KEYS = ("authorization", "x-api-key")
 """Where clients of OpenAI and of Anthropic put their key."""
 
@@ -109,7 +112,8 @@ class Forwarder:
         fields = await self._prompts.fields(request.url.path, body, ready)
         owner = self._owner(request, fields)
         paths = await self._paths(request, fields)
-        attempts, progress = Attempts(self._config.max_attempts, self._budget), StreamProgress()
+        attempts = Attempts(self._config.max_attempts, self._budget)
+        progress = StreamProgress(_STYLES.get(request.url.path, OPENAI_EVENTS))
         failure: AttemptFailure | None = None
         begun_in: ModelGroup | None = None
         # All attempts share one request id, so that all parts of the response have it.

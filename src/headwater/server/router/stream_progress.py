@@ -10,7 +10,7 @@ import msgspec
 
 from headwater.server.continuation import FIELD, ContinuationMark, take_mark
 from headwater.server.schema import ResumedChoice
-from headwater.server.streaming import DONE
+from headwater.server.streaming import DONE, OPENAI_EVENTS, EventStyle
 
 _END = b"\n\n"
 _MAX_EVENT_BYTES = 8 * 1024 * 1024
@@ -66,7 +66,8 @@ class _Resumed(msgspec.Struct, kw_only=True):
 class StreamProgress:
     """Progress of one streamed response."""
 
-    def __init__(self) -> None:
+    def __init__(self, style: EventStyle = OPENAI_EVENTS) -> None:
+        self.style = style
         self.has_begun = False
         """The client has received the status line, and maybe events."""
         self._choices: list[_Choice] = []
@@ -80,6 +81,12 @@ class StreamProgress:
     def is_whole(self) -> bool:
         """Whether only the end of the stream is missing."""
         return bool(self._choices) and all(choice.has_ended for choice in self._choices)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stream whose format has no last event ended with its response, or with an
+        error that no other instance would avoid."""
+        return not self.style.last and (self.is_whole or self._is_unmarked)
 
     @property
     def can_continue(self) -> bool:

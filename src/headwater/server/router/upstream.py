@@ -17,7 +17,7 @@ from yarl import URL
 
 from headwater.clock import Clock
 from headwater.server.body import pieces
-from headwater.server.errors import ErrorAnswer, ErrorObject
+from headwater.server.errors import ErrorAnswer, RequestRefused
 from headwater.server.router.instance import Instance
 from headwater.server.router.route_selector import RouteChoice
 from headwater.server.router.stream_progress import (
@@ -156,6 +156,9 @@ class Attempt:
             )
         if is_last:
             return None
+        if self._progress.has_ended:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            return None
         self._route.server.has_failed = True
         return AttemptFailure(reason="broken_stream")
 
@@ -169,16 +172,17 @@ class Attempt:
 async def end_stream(send: Send, progress: StreamProgress) -> None:
     """End a broken stream with an error event, or without an error if only its end is
     missing."""
-    error = ErrorObject(
-        message="the instance that generated this response was lost and no other could continue it; "
-        "send the request again",
-        type="server_error",
-        code="instance_lost",
-    )
-    event = b"data: " + msgspec.json.encode(ErrorAnswer(error=error)) + b"\n\n"
-    if progress.is_whole:
-        event = b""
-    await send({"type": "http.response.body", "body": event + DONE, "more_body": False})
+    style, event = progress.style, b""
+    if not progress.is_whole:
+        error = RequestRefused(
+            "the instance that generated this response was lost and no other could continue it; "
+            "send the request again",
+            status=503,
+            code="instance_lost",
+        )
+        event = style.write(style.error(error))
+    body = event + style.last
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class _LoadCount:
