@@ -3,9 +3,8 @@
 import pytest
 
 from headwater.scheduler.batch import StepBudget
-from headwater.scheduler.load_forecast import LoadForecasts
 from headwater.scheduler.load_state import MeasuredRates
-from headwater.scheduler.pacing import StepCosts
+from headwater.scheduler.pacing import LoadForecasts, StepCosts
 
 LINK = "host_to_device"
 RATES = MeasuredRates(prefill_tokens_s=1000.0)
@@ -22,10 +21,13 @@ def test_a_load_that_starts_with_a_step_is_expected_after_it():
     """A transfer of 1 ms beside a step with two decodes and 100 prompt tokens takes as long as the
     step: 8 ms and 100 ms."""
     forecasts = make_forecasts()
-    forecasts.begin_step(StepBudget(num_tokens=256 - 2 - 100, num_places=8), num_decodes=2)
+    forecasts.step, forecasts.num_decodes = (
+        StepBudget(num_tokens=256 - 2 - 100, num_places=8),
+        2,
+    )
 
     beside = forecasts.make(LINK, 0.001, RATES, now=0.0)
-    forecasts.end_step()
+    forecasts.step = None
     alone = forecasts.make(LINK, 0.001, RATES, now=0.0)
 
     assert beside.transfer_s == pytest.approx(0.108)

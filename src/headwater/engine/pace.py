@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from headwater.scheduler.batch import ScheduledBatch, StepResult
-from headwater.scheduler.load_forecast import PredictionLog
 from headwater.scheduler.load_state import MeasuredRates
-from headwater.scheduler.pacing import CONTEXT_TOKENS, StepCosts
+from headwater.scheduler.pacing import CONTEXT_TOKENS, PredictionLog, StepCosts
 from headwater.transfer.mover import Mover
 
 _MEMORY = 0.9

@@ -6,8 +6,8 @@ Counters only increase while the engine lives; the reader computes ratios.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headwater.scheduler.load_forecast import PredictionTotals
 from headwater.scheduler.load_state import MeasuredRates
+from headwater.scheduler.pacing import PredictionTotals
 from headwater.scheduler.request import LoadUsage
 from headwater.storage.base import StorageStats
 

@@ -227,7 +227,7 @@ class Admission:
         loader, table, num_waiting = self._loader, self._table, len(self._table.waiting)
         loader.num_waiting = max(num_waiting - 1, 0)
         loader.backlog_tokens = sum(s.num_tokens - s.num_scheduled for s in table.prefilling)
-        loader.forecasts.begin_step(step, len(table.decoding))
+        loader.forecasts.step, loader.forecasts.num_decodes = step, len(table.decoding)
         return num_waiting
 
     def _keep_found(self, num_left: int, now: float) -> None:

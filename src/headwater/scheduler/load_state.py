@@ -17,7 +17,7 @@ from headwater.scheduler.request import LoadUsage, TokenLogprobs
 from headwater.types import JobId, LinkRate, LoadPolicy, Slots
 
 if TYPE_CHECKING:
-    from headwater.scheduler.load_forecast import LoadForecast
+    from headwater.scheduler.pacing import LoadForecast
     from headwater.scheduler.sequence import Sequence
 
 

@@ -22,7 +22,6 @@ from headwater.cache import (
     TokenPath,
 )
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.load_forecast import LoadForecast, LoadForecasts
 from headwater.scheduler.load_state import (
     ANSWER_S,
     LoadDecision,
@@ -33,6 +32,7 @@ from headwater.scheduler.load_state import (
     SequenceLoad,
     choose,
 )
+from headwater.scheduler.pacing import LoadForecast, LoadForecasts
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import Tier
 
@@ -208,7 +208,7 @@ class KVLoader:
     def take_plans(self, now: float) -> list[LoadJob | Lookup]:
         """Loads and lookups to start now; each is returned once. All questions to storage form
         one lookup."""
-        self.forecasts.end_step()
+        self.forecasts.step = None  # it is scheduled
         plans: list[LoadJob | Lookup] = [*self._plans]
         self._plans.clear()
         if asked := self._questions:

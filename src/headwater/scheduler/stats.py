@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from headwater.scheduler.blocks import GrowthEstimate
-from headwater.scheduler.load_forecast import PredictionTotals
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.loading import KVLoader
+from headwater.scheduler.pacing import PredictionTotals
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.request import LoadUsage, Usage
 from headwater.scheduler.sequence import Sequence, SequenceState
