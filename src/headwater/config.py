@@ -312,7 +312,8 @@ def is_loopback(host: str) -> bool:
 
 
 def api_key_from_environment() -> str | None:
-    """The key of HEADWATER_API_KEY. Unlike a flag, other users of the machine cannot see it."""
+    """The key of HEADWATER_API_KEY. Other users of the machine can see flags, but not this
+    variable."""
     return os.environ.get("HEADWATER_API_KEY") or None
 
 

@@ -59,7 +59,7 @@ def measure_trace(
     model: LoadedModel, path: Path, *, requests: int, scale: int, clients: int, blocks: int
 ) -> dict[str, Any]:
     """Serve the first requests of a trace, whose lengths are divided by `scale`, from this many
-    clients. `blocks` is the size of the device, which cannot hold all of them."""
+    clients. `blocks` is the size of the device tier, which cannot hold all prompts."""
     trace = read_trace(path, requests)
     result: dict[str, Any] = {"requests": requests, "scale": scale, "clients": clients}
     for name, host in (("without_host", 0), ("with_host", 4 * blocks)):

@@ -1,5 +1,5 @@
-"""First tokens of an engine whose storage never answers, compared with an engine without
-storage.
+"""Times to the first token of an engine whose storage never answers, compared with an engine
+without storage.
 
 A cell is a backend and a call: the medium of the backend is stopped just before the first call
 of that kind (in memory: the call itself waits). Requests are served until none of them waits
@@ -242,7 +242,8 @@ def _stored(work: HungWorkload, engine: TierEngine) -> list[Tokens]:
 
 
 def _compare(work: HungWorkload, plain: TierEngine, other: TierEngine) -> dict[str, float]:
-    """First tokens of `other` over those of `plain`; both serve alternately."""
+    """Times to the first token (p50, p99) of `other`, divided by those of `plain`; the two serve
+    alternately."""
     firsts: dict[TierEngine, list[float]] = {plain: [], other: []}
     stored = _stored(work, plain)
     for number in range(work.num_prompts + 2):

@@ -65,7 +65,8 @@ def scenarios(*, quick: bool) -> Iterator[PricingScenario]:
 
 
 def measure_pricing(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """First token p50 and p95 of `priced` over the better of the others, by scenario."""
+    """Time to the first token (p50, p95) with `priced`, divided by that of the better other
+    policy, by scenario."""
     seeds = _SEEDS[:1] if quick else _SEEDS
     return compare_policies(
         "pricing",
@@ -107,7 +108,7 @@ def compare_policies(
 def _first_tokens(
     scenario: PricingScenario, policy: str, seeds: Sequence[int]
 ) -> dict[str, float]:
-    """First tokens of the second requests, over all seeds."""
+    """Times to the first token of the second requests, for all seeds."""
     seconds: list[float] = []
     for seed in seeds:
         requests = _requests(scenario, seed)

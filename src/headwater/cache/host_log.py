@@ -54,7 +54,7 @@ class AdoptedRun:
 
 
 class HostBlockLog:
-    """The changes since the last `take`."""
+    """The changes of the host tier since the last `take`."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree

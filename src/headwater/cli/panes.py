@@ -92,7 +92,7 @@ def _tiles(now: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Table
 
 
 def _recent_tokens(points: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Prompt tokens of the last points by source."""
+    """Number of prompt tokens from each source, in the newest points of the history."""
     sums = dict.fromkeys(SOURCES, 0.0)
     for point in list(points)[-_RECENT_POINTS:]:
         for name in SOURCES:

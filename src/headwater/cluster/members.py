@@ -99,8 +99,8 @@ class Member:
 
 
 def can_serve(members: Collection[Member]) -> bool:
-    """Whether all members are ready. Those that wait for a node do not count, while each role has
-    a ready one."""
+    """Whether all members are ready. A member that waits for a node is not counted if another
+    one with its role is ready."""
     ready = {m.process.role for m in members if m.state is MemberState.READY}
     waiting = {m.process.role for m in members if m.state is MemberState.WAITING}
     counted = (MemberState.READY, MemberState.WAITING)

@@ -136,7 +136,7 @@ class RayProcess:
             _ray().kill(actor)
 
     def _reserve(self) -> Group:
-        """Reserve a place, after those that were started before."""
+        """Reserve a place, when all processes that were started earlier have reserved theirs."""
         self._turn.wait()
         try:
             return self._host.reserve(self._process, self._run)

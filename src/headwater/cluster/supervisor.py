@@ -89,7 +89,7 @@ class ClusterSupervisor:
     def run(self, on_ready: Callable[[Sequence[Member]], None]) -> None:
         """Start everything and keep it running until `stop`.
 
-        `on_ready` is called once, when all members are ready that have a place. Raises
+        `on_ready` is called once, when all members that have a place are ready. Raises
         EngineDead if a process dies before it was ever ready; then all other processes are
         stopped.
         """

@@ -97,14 +97,14 @@ class CacheAware:
 
     def choose(self, prompt_tokens: int, candidates: Sequence[Candidate]) -> Candidate:
         mean = sum(c.recent_tokens for c in candidates) / len(candidates)
-        timeout_check = [c for c in candidates if c.recent_tokens <= _cap(mean)]
+        allowed = [c for c in candidates if c.recent_tokens <= _cap(mean)]
 
         def cost(candidate: Candidate) -> tuple[float, int]:
             uncached = prompt_tokens - candidate.cached_tokens
             work = uncached + candidate.outstanding_tokens
             return work + _RECENT_WEIGHT * candidate.recent_tokens, candidate.num_alive
 
-        return min(timeout_check, key=cost)
+        return min(allowed, key=cost)
 
 
 _POLICIES: dict[str, Callable[[], Policy]] = {

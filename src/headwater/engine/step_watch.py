@@ -45,7 +45,7 @@ class StepWatch:
         """Measure a step that began at `began_s`, submitted `num_tokens` and has just ended;
         log a slow one.
 
-        With two steps in flight, it may have waited for the tokens of the step before.
+        With two steps in flight, it may have waited for the tokens of the previous step.
         """
         size = max(num_tokens, self._last_tokens).bit_length()
         self._last_tokens = num_tokens

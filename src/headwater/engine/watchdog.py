@@ -85,5 +85,5 @@ class StepWatchdog:
             return
 
     def _is_stuck(self, since_s: float) -> bool:
-        """Whether a step has had enough time to notice by itself that a part is lost."""
+        """Whether a step that began at `since_s` has had time to notice a lost rank by itself."""
         return self._clock.now() - since_s > _NOTICE_S

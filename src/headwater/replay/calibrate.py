@@ -151,7 +151,8 @@ def _with_decode(step: StepCost, points: Points, context_token_s: float) -> Step
 
 
 def _with_prefill(step: StepCost, points: Points) -> StepCost:
-    """Fits token × n + pair × n (n + 1) / 2 to the seconds by tokens."""
+    """`step` with the costs of prompts: launch + token × n + pair × n (n + 1) / 2 is fitted to
+    `points`, the seconds of a prompt of n tokens."""
     lengths = np.array(sorted(points), dtype=np.float64)
     seconds = np.array([points[int(n)] for n in lengths]) - step.launch_s
     pairs = lengths * (lengths + 1) / 2

@@ -243,7 +243,7 @@ def _queue(
 
 
 def kept_growing(waiting: Sequence[float]) -> bool:
-    """Whether a queue grew as long as requests arrived. Then the machines cannot serve this
+    """Whether a queue kept growing while requests arrived. Then the machines cannot serve this
     traffic, and latencies depend on the length of the trace. A burst that is worked off is not
     an overload."""
     most = max(waiting, default=0.0)

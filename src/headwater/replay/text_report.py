@@ -7,8 +7,9 @@ from headwater.replay.report import Report, size_text
 _SHARED = ("p50", "p90", "p99", "mean", "max")
 
 _OVERLOADED = (
-    "  OVERLOADED: the queue grew as long as requests arrived, so latencies depend on the length "
-    "of the trace.\n  Give more instances (--instances), or slow the trace down (a lower --speed)."
+    "  OVERLOADED: the queue kept growing while requests arrived, so latencies depend on the "
+    "length of the trace.\n"
+    "  Give more instances (--instances), or slow the trace down (a lower --speed)."
 )
 
 

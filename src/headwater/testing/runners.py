@@ -69,7 +69,7 @@ class EchoRunner:
         self._previous: dict[int, int] = {}
         """The token that each row of the previous batch sampled."""
         self._before: dict[int, int] = {}
-        """The same of the batch before, from which the batch being computed takes carried
+        """The same of the previous batch, from which the batch being computed takes carried
         tokens."""
         self.num_steps = 0
         self.num_tokens = 0

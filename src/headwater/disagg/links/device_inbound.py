@@ -25,7 +25,7 @@ time: over the slowest bus they take as long as a fence may wait."""
 
 
 class DeviceInbound:
-    """Payloads in memory of the sender that our device reads. It copies them into our slots in
+    """Payloads in memory of the sender. Our device reads them and copies them into our slots in
     the background."""
 
     def __init__(self, peer: PeerBlocks, validity: PeerFrameValidity, max_bytes: int) -> None:

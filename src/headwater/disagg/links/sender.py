@@ -240,7 +240,7 @@ class StreamSender:
             log.info("push failed: reason=%s", error)
             self._give_up(pending, error.reason)
         except Exception:
-            log.exception("push failed by a bug")
+            log.exception("a push failed because of a bug")
             self._give_up(pending, PushFailure.LOST)
         with self._changed:
             pending.sending = False

@@ -121,7 +121,7 @@ class TlsStream(Stream):
             super().await_readable()
 
     def _decrypt(self, view: memoryview) -> int:
-        """Fill `view` from bytes that were received; 0 if a whole record is missing."""
+        """Fill `view` from bytes that were received; 0 until a complete record has arrived."""
         try:
             with self._lock:
                 return self._tls.read(len(view), view)  # type: ignore[return-value]

@@ -262,8 +262,8 @@ class SessionCachePolicy(CachePolicy):
 def _paths(
     key_groups: Sequence[Sequence[OffloadKey]], req_context: ReqContext
 ) -> list[list[OffloadKey]]:
-    """The keys of each KV cache group from the start of the prompt, including chunks in the
-    GPU's cache, as far as the request has stored or found any."""
+    """The keys of each KV cache group, from the start of the prompt to the last chunk of
+    `key_groups`. Chunks that are only in the GPU's cache are included."""
     ends = positions(req_context)
     by_group = group_paths(req_context)
     paths = []
