@@ -1,7 +1,7 @@
 """The connection between the supervisor and one HTTP worker: calls and events in both directions.
 
-Frames are msgpack with their length before them. Events of one side are handled in the order in
-which they were sent. Calls run concurrently, so a call that waits delays no other.
+Frames are msgpack with their length before them. Messages of one side begin to be handled in the
+order in which they were sent. Calls run concurrently, so a call that waits delays no other.
 """
 
 import asyncio
@@ -74,7 +74,10 @@ class ProcessChannel:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES))
                 if length > _MAX_FRAME_BYTES:
                     raise ValueError(f"a frame of {length} bytes is too long")
-                self._receive(_decode(await self._reader.readexactly(length)))
+                frame = _decode(await self._reader.readexactly(length))
+                self._receive(frame)
+                if frame.kind is _Kind.CALL:
+                    await asyncio.sleep(0)  # the call begins before later messages are handled
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:

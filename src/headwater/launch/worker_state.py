@@ -71,9 +71,6 @@ class WorkerSession:
         self.connecting: asyncio.Task[None] | None = None
         self._keys: Counter[str] = Counter()
         self._entries: dict[int, asyncio.Task[None]] = {}
-        self._left: set[int] = set()
-        """Entries that were left before their call ran: events are handled at once, calls only
-        in the next turn of the event loop."""
         self._last = WorkerSnapshot(counts=RecorderSnapshot())
         self.calls: dict[str, CallHandler] = {
             "start_key": self._start_key,
@@ -147,9 +144,6 @@ class WorkerSession:
     async def _enter_engine(
         self, entry: int, key: str, share: float, num_sequences: int
     ) -> None:
-        if entry in self._left:
-            self._left.remove(entry)
-            return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._hold(granted, key, share, num_sequences))
         self._entries[entry] = task
@@ -167,9 +161,7 @@ class WorkerSession:
 
     def _leave_engine(self, entry: int) -> None:
         task = self._entries.pop(entry, None)
-        if task is None:
-            self._left.add(entry)
-        else:
+        if task is not None:
             task.cancel()
 
     def _put_response(self, response_id: str, cache_salt: str, data: bytes) -> None:
