@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,16 @@ def test_a_start_carries_the_whole_request():
     assert start.request.num_resumed_tokens == REQUEST.num_resumed_tokens > 0
 
 
+def test_a_start_carries_the_longest_grammar_that_the_server_takes():
+    """A long JSON schema does not end the connection, on which other hand-offs are in flight."""
+    grammar = "\U0001f600" * (1 << 20)  # schemas of forced tool calls
+    params = replace(REQUEST.params, grammar=grammar)
+    start = decode(encode(replace(START, request=replace(REQUEST, params=params))))
+
+    assert isinstance(start, Start)
+    assert start.request.params.grammar == grammar
+
+
 def test_the_kinds_in_this_test_are_all_there_are():
     """A new kind of message must be added to the test."""
     assert {type(message) for message in [*PLAIN, START]} == set(Message.__args__)
@@ -129,6 +140,7 @@ def test_a_value_of_the_wrong_type_is_malformed(shape):
         encode(START)[:-1],
         encode(Renew(1, 2.0)) + b"\1\0\0\0",
     ],
+    ids=lambda body: f"{len(body)} bytes",
 )
 def test_broken_bodies_are_malformed(body):
     """Bodies are broken if they are cut short, too long, nested too deep, or have tokens where

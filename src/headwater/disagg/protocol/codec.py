@@ -25,7 +25,10 @@ from headwater.types import RequestId
 MAX_BODY_BYTES = 32 << 20
 """Longest message: four million tokens and their fields."""
 
-MAX_JSON_BYTES = 1 << 20
+MAX_JSON_BYTES = 16 << 20
+"""Enough for the longest grammar: one of forced tool calls has schemas of at most 1 MiB of
+characters, and an escaped character has at most 12 bytes."""
+
 _MAX_TEXT = 4096
 _LENGTH = struct.Struct("<I")
 _TOKENS = np.dtype("<i4")
@@ -124,6 +127,13 @@ def _text(value: Json) -> str:
     return value
 
 
+def _grammar(value: Json) -> str:
+    """Only `MAX_JSON_BYTES` limits it: a schema is much longer than other texts."""
+    if not isinstance(value, str):
+        raise ValueError("not a string")
+    return value
+
+
 def _flag(value: Json) -> bool:
     if not isinstance(value, bool):
         raise ValueError("not a boolean")
@@ -172,7 +182,7 @@ _PARAMS: Mapping[str, Callable[[Json], object]] = {
     "prompt_logprobs": _optional(_count),
     "stop_token_ids": _many(_integer),
     "ignore_eos": _flag,
-    "grammar": _text,
+    "grammar": _grammar,
 }
 _PLAIN: Mapping[str, Callable[[Json], object]] = {
     "handoff": _count,
