@@ -6,9 +6,11 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import JSONResponse
 
 from headwater.engine.client import ResetCache
 from headwater.errors import ConfigError
+from headwater.server.app import create_app
 from headwater.server.registration import Registrar
 from headwater.server.router.protocol import TOKEN_HEADER
 from tests.router.harness import QUICK_LOSS, TOKEN, Harness, blocks, run
@@ -359,3 +361,24 @@ def test_a_stored_response_waits_for_its_silent_instance():
         assert again.headers["x-headwater-instance"] == second.name
 
     run(scenario, **QUICK_LOSS)
+
+
+def test_a_request_is_routed_although_an_instance_tokenizes_it_wrongly():
+    """Token ids that are no int32 are no reason for a 500: the request is routed by load."""
+
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
+        served = create_app(one.service)
+
+        async def app(scope, receive, send):
+            if scope["path"] == "/tokenize":
+                wrong = JSONResponse({"tokens": [1 << 40]})
+                await wrong(scope, receive, send)
+            else:
+                await served(scope, receive, send)
+
+        one.readiness.open(app)
+        assert (await harness.complete()).status_code == 200
+
+    run(scenario)

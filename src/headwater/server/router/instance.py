@@ -29,6 +29,8 @@ class Instance:
         """Number of gaps in its KV events."""
         self.timeouts: set[asyncio.Timeout] = set()
         """Timeouts of its running requests; they expire at once when the instance is lost."""
+        self.is_gone = False
+        """It was lost or replaced: requests end as soon as they have sent what they have."""
 
     @property
     def name(self) -> str:
@@ -70,5 +72,6 @@ class Instance:
 
     def lose(self) -> None:
         """End its running requests at once, so that they continue on another instance."""
+        self.is_gone = True
         for scope in [scope for scope in self.timeouts if not scope.expired()]:
             scope.reschedule(asyncio.get_running_loop().time())

@@ -160,7 +160,7 @@ class PromptReader:
                     return None
                 found = msgspec.json.decode(await answer.read(), type=_Tokens)
                 return np.array(found.tokens, dtype=np.int32)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
+        except (aiohttp.ClientError, TimeoutError, ValueError, OverflowError):
             return None
 
 

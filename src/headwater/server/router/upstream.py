@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import msgspec
-from starlette.types import Send
+from starlette.types import Message, Send
 from yarl import URL
 
 from headwater.clock import Clock
@@ -91,6 +91,8 @@ class Attempt:
         self._send = send
         self._progress = progress
         self._load = _LoadCount(route)
+        self._scope = asyncio.timeout(None)
+        """Expires when the instance is lost."""
 
     async def run(self, forwarded: ForwardedRequest) -> AttemptFailure | None:
         """Returns None when the client has the whole response. Cancelling closes the
@@ -103,7 +105,7 @@ class Attempt:
         try:
             with self._load.counted():
                 async with (
-                    _ends_with_instance(server),
+                    self._ends_with_instance(),
                     self._session.request(
                         forwarded.method,
                         # `encoded` keeps the path: yarl would resolve dot segments.
@@ -135,7 +137,7 @@ class Attempt:
             )
         size = (b"content-length", str(len(body)).encode())
         await self._begin(answer.status, (*headers, size))
-        await self._send({"type": "http.response.body", "body": body})
+        await self._deliver({"type": "http.response.body", "body": body})
         return None
 
     async def _stream(self, answer: aiohttp.ClientResponse) -> AttemptFailure | None:
@@ -151,20 +153,44 @@ class Attempt:
             if not self._progress.has_begun:
                 await self._begin(200, _headers(answer, self._route.server))
             is_last = events.endswith(DONE)
-            await self._send(
+            await self._deliver(
                 {"type": "http.response.body", "body": events, "more_body": not is_last}
             )
         if is_last:
             return None
         if self._progress.has_ended:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._deliver({"type": "http.response.body", "body": b"", "more_body": False})
             return None
         self._route.server.has_failed = True
         return AttemptFailure(reason="broken_stream")
 
+    @asynccontextmanager
+    async def _ends_with_instance(self) -> AsyncIterator[None]:
+        """A context in which TimeoutError is raised when the instance is lost."""
+        timeouts = self._route.server.timeouts
+        async with self._scope:
+            timeouts.add(self._scope)
+            try:
+                yield
+            finally:
+                timeouts.discard(self._scope)
+
+    async def _deliver(self, message: Message) -> None:
+        """Send to the client. A slow client delays this, and the loss of the instance does not
+        end it: afterwards it is known what the client has."""
+        server, scope = self._route.server, self._scope
+        server.timeouts.discard(scope)
+        scope.reschedule(None)
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            return  # the client has the whole response
+        server.timeouts.add(scope)
+        if server.is_gone:
+            scope.reschedule(asyncio.get_running_loop().time())
+
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self._progress.has_begun = True
-        await self._send(
+        await self._deliver(
             {"type": "http.response.start", "status": status, "headers": list(headers)}
         )
 
@@ -212,17 +238,6 @@ class _LoadCount:
         safe."""
         self._route.worker.outstanding_tokens -= self._outstanding
         self._outstanding = 0
-
-
-@asynccontextmanager
-async def _ends_with_instance(instance: Instance) -> AsyncIterator[None]:
-    """A context in which TimeoutError is raised when the instance is lost."""
-    async with asyncio.timeout(None) as scope:
-        instance.timeouts.add(scope)
-        try:
-            yield
-        finally:
-            instance.timeouts.discard(scope)
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
