@@ -51,6 +51,7 @@ def answers(events):
         {"min_tokens": 9, "stop": ["q"]},
         {"n": 3, "stop": ["q", "Q"], "stream_options": {"include_usage": True}},
         {"logprobs": 2},
+        {"logprobs": 2, "echo": True},
         {"prompt": ["hello", "world"], "n": 2},
         {"n": 2, "seed": None, "logprobs": 1},
         {"frequency_penalty": 1.0, "stream_options": {"include_usage": True}},

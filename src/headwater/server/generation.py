@@ -234,7 +234,7 @@ class ChoiceProgress:
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             parsed=parsed,
-            prompt_logprobs=output.prompt_logprobs,
+            prompt_logprobs=output.prompt_logprobs if is_first else None,
             num_malformed=self._answer.num_malformed,
         )
 
