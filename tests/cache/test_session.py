@@ -255,3 +255,44 @@ def test_new_sessions_are_kept_while_old_ones_that_are_over_have_taught_too_litt
         cache.commit(lease, path, slots, now=now)
         cache.release(lease, now=now, finished=FinishedRequest(len(prompt), 4))
     assert lost == 0
+
+
+class ExpectedNode(Node):
+    """A node that its client expects to use again before 10 s; it counts how often that is
+    read."""
+
+    num_reads = 0
+
+    @property
+    def expected_until_s(self):
+        ExpectedNode.num_reads += 1
+        return 10.0
+
+    @expected_until_s.setter
+    def expected_until_s(self, value):
+        """Nodes are made with another value."""
+
+
+def test_evictions_pass_over_an_expected_node_once(monkeypatch):
+    """However many nodes are expected: only the first eviction passes over them. They are last
+    until their time is over, and first afterwards."""
+    monkeypatch.setattr(ExpectedNode, "num_reads", 0)
+    retention = Retention(BLOCK)
+    policy = SessionPolicy(retention, Tier.DEVICE)
+    policy.cautious = True
+    expected = [ExpectedNode(None, b"", 0, 1) for _ in range(100)]
+    others = [Node(None, b"", 0, 1) for _ in range(3)]
+    for node in expected + others:
+        policy.add(node, 0.0)
+
+    assert next(policy.victims()) is others[0]
+    assert ExpectedNode.num_reads >= 100
+    ExpectedNode.num_reads = 0
+    assert next(policy.victims()) is others[0]
+    assert ExpectedNode.num_reads == 0
+
+    policy.discard(others[0])
+    policy.discard(expected[0])
+    assert list(policy.victims()) == others[1:] + expected[1:]
+    retention.now = 10.0
+    assert list(policy.victims()) == expected[1:] + others[1:]

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import chain, count, pairwise
 
 from headwater.cache.node import Node, RetentionMark
 from headwater.cache.plan import Lease
@@ -47,8 +47,17 @@ class SessionPolicy:
     def __init__(self, retention: Retention, tier: Tier) -> None:
         self._retention = retention
         self._on_device = tier is Tier.DEVICE
-        self._order: OrderedDict[Node, _Entry | None] = OrderedDict()
-        """Least recently used first; parked nodes have no entry."""
+        self._order: dict[Node, _Entry | None] = {}
+        """All nodes; parked nodes have no entry."""
+        self._recent: OrderedDict[Node, None] = OrderedDict()
+        """Nodes that are not set aside, least recently used first."""
+        self._aside: OrderedDict[Node, None] = OrderedDict()
+        """Nodes that an eviction passed over because a client expects to use them again, in that
+        order."""
+        self._ends: list[tuple[float, int, Node]] = []
+        """Heap of the times when nodes are not expected any more. Nodes that are not set aside
+        any more are skipped."""
+        self._numbers = count()
         self._queues: dict[int, deque[_Entry]] = {}
         self._heap: list[tuple[float, int]] = []
         """All queues that are not empty, sorted by density. It may also contain empty queues
@@ -76,6 +85,7 @@ class SessionPolicy:
 
     def add(self, node: Node, now: float) -> None:
         self._require_new(node)
+        self._recent[node] = None
         if self._on_device and node.device_children:
             self._park(node)
             return
@@ -90,17 +100,19 @@ class SessionPolicy:
             self._park(node)
         else:
             self._enqueue(self._enter(node, now), first=True)
-        self._order.move_to_end(node, last=False)
+        self._move_first(node)
 
     def close(self, node: Node) -> None:
         used_s = self._retention.now if node.mark is None else node.mark.used_s
         node.mark = RetentionMark(used_s, self._retention.closed)
         if node not in self._parked:
             self._enqueue(self._enter(node, self._retention.now))
-        self._order.move_to_end(node, last=False)
+        self._aside.pop(node, None)
+        self._move_first(node)
 
     def discard(self, node: Node) -> None:
         del self._order[node]
+        del (self._aside if node in self._aside else self._recent)[node]
         if node in self._parked:
             del self._parked[node]
 
@@ -123,14 +135,47 @@ class SessionPolicy:
         return node in self._order
 
     def _least_recent_first(self) -> Iterator[Node]:
-        """The order of an LRU, except that nodes which a client expects to use again come last."""
-        now, expected = self._retention.now, []
-        for node in self._order:
-            if node.expected_until_s > now:
-                expected.append(node)
-            else:
-                yield node
-        yield from expected
+        """The order of an LRU, except that nodes which a client expects to use again come last.
+        They are set aside when the reader has finished, so the next reader does not pass over
+        them again."""
+        self._take_back()
+        now = self._retention.now
+        expected: list[Node] = []
+        try:
+            for node in self._recent:
+                if node.expected_until_s > now:
+                    expected.append(node)
+                else:
+                    yield node
+            yield from chain(self._aside, expected)
+        finally:
+            for node in expected:
+                if node in self._recent:  # it was not evicted
+                    self._set_aside(node)
+
+    def _set_aside(self, node: Node) -> None:
+        del self._recent[node]
+        self._aside[node] = None
+        if len(self._ends) > 2 * len(self._aside) + _MIN_SWEEP:
+            self._ends = [end for end in self._ends if end[2] in self._aside]
+            heapify(self._ends)
+        heappush(self._ends, (node.expected_until_s, next(self._numbers), node))
+
+    def _take_back(self) -> None:
+        """Move nodes that are not expected any more back to the front."""
+        now, ends = self._retention.now, self._ends
+        ended: list[Node] = []
+        while ends and ends[0][0] <= now:
+            node = heappop(ends)[2]
+            if node in self._aside and node.expected_until_s <= now:
+                del self._aside[node]
+                ended.append(node)
+        for node in reversed(ended):  # children are before their parents again
+            self._move_first(node)
+
+    def _move_first(self, node: Node) -> None:
+        self._recent[node] = None
+        self._recent.move_to_end(node, last=False)
 
     def _least_first(self) -> Iterator[Node]:
         """Yield nodes in order. Their entries leave the queues meanwhile and return when the
