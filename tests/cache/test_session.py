@@ -296,3 +296,28 @@ def test_evictions_pass_over_an_expected_node_once(monkeypatch):
     assert list(policy.victims()) == others[1:] + expected[1:]
     retention.now = 10.0
     assert list(policy.victims()) == expected[1:] + others[1:]
+
+
+def test_a_node_that_is_expected_for_longer_is_not_set_aside_for_ever():
+    """A node in the host tier may be expected for longer while it is set aside. It comes first
+    when that time is over. The times that the policy remembers are bounded by its nodes."""
+    retention = Retention(BLOCK)
+    policy = SessionPolicy(retention, Tier.HOST)
+    policy.cautious = True
+    node, other = Node(None, b"", 0, 1), Node(None, b"", 0, 1)
+    node.expected_until_s = 10.0
+    policy.add(node, 0.0)
+    policy.add(other, 0.0)
+    assert list(policy.victims()) == [other, node]
+    node.expected_until_s = 20.0
+    retention.now = 10.0
+    assert list(policy.victims()) == [other, node]
+    retention.now = 20.0
+    assert list(policy.victims()) == [node, other]
+
+    retention.now = 0.0
+    for _ in range(3000):
+        policy.discard(node)
+        policy.add(node, 0.0)
+        list(policy.victims())
+    assert len(policy._ends) < 1100

@@ -9,7 +9,7 @@ a stale entry.
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain, count, pairwise
 
 from headwater.cache.node import Node, RetentionMark
@@ -156,18 +156,24 @@ class SessionPolicy:
     def _set_aside(self, node: Node) -> None:
         del self._recent[node]
         self._aside[node] = None
-        if len(self._ends) > 2 * len(self._aside) + _MIN_SWEEP:
-            self._ends = [end for end in self._ends if end[2] in self._aside]
-            heapify(self._ends)
         heappush(self._ends, (node.expected_until_s, next(self._numbers), node))
+        if len(self._ends) > 2 * len(self._aside) + _MIN_SWEEP:
+            self._ends = [(n.expected_until_s, next(self._numbers), n) for n in self._aside]
+            heapify(self._ends)
 
     def _take_back(self) -> None:
         """Move nodes that are not expected any more back to the front."""
         now, ends = self._retention.now, self._ends
         ended: list[Node] = []
         while ends and ends[0][0] <= now:
-            node = heappop(ends)[2]
-            if node in self._aside and node.expected_until_s <= now:
+            node = ends[0][2]
+            if (
+                node in self._aside and node.expected_until_s > now
+            ):  # it is expected for longer now
+                heapreplace(ends, (node.expected_until_s, next(self._numbers), node))
+                continue
+            heappop(ends)
+            if node in self._aside:
                 del self._aside[node]
                 ended.append(node)
         for node in reversed(ended):  # children are before their parents again
