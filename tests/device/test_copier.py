@@ -12,7 +12,7 @@ from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock, VirtualClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
-from headwater.device.open import open_copier
+from headwater.launch.host_memory import HostMemory
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
@@ -121,10 +121,12 @@ def test_pages_are_made_for_the_host_tier_only():
     of links are small and get theirs when they are used."""
     model: Any = PoolShape(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
     pool = KVPool(model, num_blocks=1, block_tokens=4)
+    runner: Any = None  # copies on a CPU do not need it
+    memory = HostMemory(pool, runner, SystemClock())
     slab = HostSlab(1, pool.num_bytes)
 
-    tier = open_copier(pool, slab, SystemClock())
-    links = open_copier(pool, slab, SystemClock(), for_links=True)
+    tier = memory.open_copier(slab)
+    links = memory.open_copier(slab, for_links=True)
     tier.close()
     links.close()
 

@@ -177,11 +177,13 @@ def open_copier(
     runner: Runner | None = None,
     *,
     for_links: bool = False,
+    makes_pages: bool = False,
 ) -> DeviceCopier:
     """The copier between `pool` and `slab`; it tells `runner`, if given, about layers that have
-    arrived. A slab `for_links` gets blocks of collected steps only."""
+    arrived. A slab `for_links` gets blocks of collected steps only. With `makes_pages`, a thread
+    allocates the pages of the slab on a CPU; on a GPU, pinning allocates them."""
     if pool.device.type == "cpu":
-        return CpuCopier(pool, slab, clock, makes_pages=not for_links)
+        return CpuCopier(pool, slab, clock, makes_pages=makes_pages)
     from headwater.device.gpu.copier import CudaCopier
     from headwater.device.gpu.runner import CudaRunner
 

@@ -56,5 +56,12 @@ class HostMemory:
         from headwater.device.open import open_copier
 
         runner = None if for_links else self._runner
-        own = open_copier(self.pool, slab, self._clock, runner, for_links=for_links)
+        own = open_copier(
+            self.pool,
+            slab,
+            self._clock,
+            runner,
+            for_links=for_links,
+            makes_pages=not for_links,  # here only: other ranks map the same memory
+        )
         return own if self.copies is None else self.copies.open(own, slab)

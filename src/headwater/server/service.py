@@ -113,8 +113,8 @@ class LiveRequests:
 
     @asynccontextmanager
     async def waiting(self, ids: Sequence[RequestId]) -> AsyncIterator[asyncio.Timeout]:
-        """In this block the sequences wait for a place in the engine. `abort_waiting` ends the
-        block; the result then has an end (`when`)."""
+        """A context in which the sequences wait for a place in the engine. `abort_waiting` ends
+        it early; the timeout that it yields has an end (`when`) then."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as wait:
                 self._waits |= dict.fromkeys(ids, wait)
