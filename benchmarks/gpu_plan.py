@@ -20,16 +20,20 @@ class GpuPart:
     tests: tuple[str, ...] = ()
     """Test files in tests/device; without them it is a part of `headwater bench gpu`."""
 
+    workers: int = 1
+    """Processes that run its tests side by side, where pytest-xdist is installed."""
+
     after: str | None = None
     """A part that prepares files for this one."""
 
 
-def _tests(name: str, needs_s: int, *files: str) -> GpuPart:
+def _tests(name: str, needs_s: int, *files: str, workers: int = 1) -> GpuPart:
     return GpuPart(
         name=f"tests-{name}",
         needs_s=needs_s,
         limit_s=3 * needs_s,
         tests=tuple(f"test_gpu_{file}.py" for file in files),
+        workers=workers,
     )
 
 
@@ -38,8 +42,11 @@ def _bench(name: str, needs_s: int, *, after: str | None = None) -> GpuPart:
 
 
 PARTS = (
-    _tests("kernels", 120, "kernels", "kernels_bench", "heads", "pairs", "early", "work"),
-    _tests("models", 120, "latent", "latent_prompt", "quantized", "fp8_experts"),
+    # Tests of kernels mostly wait for the compiler, so four processes are about four times as fast.
+    _tests(
+        "kernels", 120, "kernels", "kernels_bench", "heads", "pairs", "early", "work", workers=4
+    ),
+    _tests("models", 120, "latent", "latent_prompt", "quantized", "fp8_experts", workers=4),
     _tests("steps", 100, "runner", "engine", "sampling", "ready", "ranks"),
     _tests("copies", 60, "copier", "layerwise", "pinned", "slots", "cuda_link", "peers"),
     # Parts with targets that were missed when they were last measured come first.
