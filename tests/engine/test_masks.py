@@ -11,7 +11,13 @@ from headwater.clock import SystemClock, VirtualClock
 from headwater.device.builtin import ensure
 from headwater.engine import masks
 from headwater.engine.grammar import GrammarCompiler
-from headwater.engine.masks import MaskedRow, MaskState, MaskWorkers, StepMasks
+from headwater.engine.masks import (
+    MaskedRow,
+    MaskState,
+    MaskWorkers,
+    StepMasks,
+    num_groups_for,
+)
 from headwater.engine.structured import StructuredOutput
 from headwater.engine.tokenizer import Tokenizer
 from headwater.types import RequestId
@@ -29,10 +35,10 @@ class HeldCompiler(GrammarCompiler):
         super().__init__(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[EOS])
         self.released = threading.Event()
 
-    def matcher(self, grammar: str) -> LLMatcher:
+    def matcher(self, grammar: str, group: int = 0) -> LLMatcher:
         if grammar == LETTERS:
             assert self.released.wait(30)
-        return super().matcher(grammar)
+        return super().matcher(grammar, group)
 
 
 @pytest.fixture
@@ -46,6 +52,14 @@ def compiler() -> Iterator[HeldCompiler]:
 def workers(compiler: HeldCompiler) -> Iterator[MaskWorkers]:
     # The clock stands still, so that no mask counts as slow on a busy machine.
     made = MaskWorkers(compiler, VirtualClock(), max_states=4)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def groups(compiler: HeldCompiler) -> Iterator[MaskWorkers]:
+    """Several groups, each of which makes several masks in one call."""
+    made = MaskWorkers(compiler, VirtualClock(), max_states=64, num_groups=3)
     yield made
     made.close()
 
@@ -118,16 +132,126 @@ def test_many_rows_are_made_together(workers):
     assert all(allowed(words) == set(b"0123456789") for words in found.words)
 
 
+def test_rows_of_several_groups_get_their_own_masks(groups):
+    """Each row gets the mask of its own output, whatever group and portion it is in."""
+    outputs = ["", "1", "12", "123"]
+    wanted = {"123": {EOS}}
+    for length in range(4):
+        rows = [
+            row(number, DIGITS, outputs[min(number % 4, length)], name=f"r{number}")
+            for number in range(60)
+        ]
+        found = take(groups, *rows, until=60)
+        assert sorted(found.rows) == list(range(60))
+        assert len({state.group for state in groups._states.values()}) == 3
+        for at, words in zip(found.rows, found.words, strict=True):
+            output = outputs[min(at % 4, length)]
+            assert allowed(words) == wanted.get(output, set(b"0123456789"))
+
+
+def test_the_token_of_the_step_before_counts_as_output(groups):
+    """A token that the step was scheduled without is consumed like one that was known."""
+    take(groups, row(0, DIGITS, "1"))
+    found = take(groups, row(0, DIGITS, "1")._replace(carried=ord("2")))
+    assert allowed(found.words[0]) == set(b"0123456789")
+    found = take(groups, row(0, DIGITS, "12")._replace(carried=ord("3")))
+    assert allowed(found.words[0]) == {EOS}
+
+
+def test_a_request_with_a_known_grammar_needs_no_thread_of_its_own(groups):
+    """The first mask of a request is made in its group if the grammar is compiled."""
+    take(groups, *(row(number, DIGITS, "") for number in range(3)), until=3)
+    pending = groups.begin(
+        [row(number, DIGITS, "", name=f"new {number}") for number in range(9)]
+    )
+    assert len(pending._together) == 9
+    assert sorted(pending.take(is_alone=True, grace_s=20.0).rows) == list(range(9))
+
+
+def test_masks_that_cannot_be_made_together_are_made_one_by_one(groups, monkeypatch):
+    """A failed call for several masks fails no request whose own mask can be made."""
+
+    class Broken:
+        def __init__(self, num_threads: int) -> None:
+            pass
+
+        def unsafe_compute_mask_ptr(self, *call: object) -> None:
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(masks, "LLExecutor", Broken)
+    for output in ("", "1"):
+        rows = [row(number, DIGITS, output) for number in range(9)]
+        found = take(groups, *rows, until=9)
+        assert sorted(found.rows) == list(range(9))
+        assert all(allowed(words) == set(b"0123456789") for words in found.words)
+
+
+def test_rows_of_a_slow_call_are_made_apart_until_they_are_fast(compiler):
+    """It is unknown which of the masks was slow. Each is timed on its own in the next step."""
+    clock = VirtualClock()
+    workers = MaskWorkers(compiler, clock, max_states=64, num_groups=2)
+    for output in ("", "1"):
+        take(workers, *(row(number, DIGITS, output) for number in range(4)), until=4)
+    compute, is_slow = workers._compute, True
+
+    def compute_late(*call):
+        made = compute(*call)
+        clock.advance(0.02 if is_slow else 0.0)
+        return made
+
+    workers._compute = compute_late
+    rows = [row(number, DIGITS, "12") for number in range(4)]
+    found = take(workers, *rows, until=4)
+    is_slow = False
+    for output, num_together in (("123", 0), ("1234", 4)):
+        pending = workers.begin([row(number, DIGITS, output) for number in range(4)])
+        assert len(pending._together) == num_together
+        found = pending.take(is_alone=True, grace_s=20.0)
+        assert len(found.rows) + len(found.failed) == 4
+    workers.close()
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_slow_first_mask_keeps_its_request_out_of_the_group(compiler, monkeypatch, compiles):
+    """The time of compiling does not count, that of the mask does."""
+    clock = VirtualClock()
+    workers = MaskWorkers(compiler, clock, max_states=4)
+    late, name = (compiler, "matcher") if compiles else (masks, "_compute_one")
+    act = getattr(late, name)
+
+    def act_late(*call):
+        clock.advance(0.02)
+        return act(*call)
+
+    monkeypatch.setattr(late, name, act_late)
+    take(workers, row(0, DIGITS, ""))
+    pending = workers.begin([row(0, DIGITS, "1")])
+    assert len(pending._together) == int(compiles)
+    workers.close()
+
+
+def test_masks_that_were_taken_are_not_kept(groups):
+    """Each is a part of the masks of a whole step, which could otherwise not be freed before
+    every request of that step was forgotten."""
+    take(groups, *(row(number, DIGITS, "1") for number in range(9)), until=9)
+    assert all(state.words is None for state in groups._states.values())
+
+
+def test_few_cores_have_one_group():
+    """Further threads would take time from the engine's loop."""
+    assert [num_groups_for(cores) for cores in (1, 2, 7, 8, 16, 64)] == [1, 1, 1, 2, 4, 4]
+
+
 def test_an_unexpected_error_of_the_library_ends_its_request_alone(workers, monkeypatch):
     """The thread and the other requests of the group continue."""
     for output in ("", "1"):
         take(workers, *(row(number, DIGITS, output) for number in range(3)), until=3)
     consume = workers._consume
 
-    def fail_once(state, output):
-        if state is broken:
+    def fail_once(task):
+        if task.state is broken:
             raise RuntimeError("a bug")
-        consume(state, output)
+        consume(task)
 
     monkeypatch.setattr(workers, "_consume", fail_once)
     rows = [row(number, DIGITS, "12") for number in range(3)]
@@ -155,8 +279,8 @@ def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypat
     pending = workers.begin(later)
     assert sorted(pending.take(is_alone=False, grace_s=0.0).late) == [0, 1, 2]
     begun.set()
-    for _, state in pending._together:
-        state.future.result(30)
+    for task in pending._together:
+        task.state.future.result(30)
     begun.clear()
 
     found = workers.begin(later).take(is_alone=False, grace_s=0.0)
@@ -175,10 +299,10 @@ def test_a_slow_mask_does_not_delay_those_before_it_in_its_group(
     released = threading.Event()
     consume = workers._consume
 
-    def consume_late(state, output):
-        if len(output) == 2 and state is last:
+    def consume_late(task):
+        if len(task.output) == 8 and task.state is last:
             assert released.wait(30)
-        consume(state, output)
+        consume(task)
 
     monkeypatch.setattr(workers, "_consume", consume_late)
     rows = [row(number, DIGITS, "99") for number in range(3)]
@@ -205,7 +329,7 @@ def test_masks_that_never_come_hold_the_loop_for_a_bounded_time(
     monkeypatch.setattr(workers, "_make", lambda *_: compiler.released.wait(30))
     rows = [row(0, DIGITS, "1"), row(1, LETTERS, ""), row(2, LETTERS, "a")]
     known = workers._state(rows[0])
-    known.is_slow, known.seen = False, rows[0].output[:0]
+    known.matcher = compiler.matcher(DIGITS)
     for _ in range(3):
         waits.clear()
         found = workers.begin(rows).take(is_alone=is_alone)

@@ -1,6 +1,7 @@
 """Decode steps of requests with a JSON schema, compared with unconstrained ones."""
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine
 from headwater.clock import SystemClock
 from headwater.engine.grammar import GrammarCompiler
-from headwater.engine.masks import MaskWorkers
+from headwater.engine.masks import MaskWorkers, num_groups_for
 
 PROMPT, OUTPUT = 200, 96
 _SKIPPED = 16
@@ -46,7 +47,8 @@ def make_masks(vocab_size: int, batch: int) -> MaskWorkers:
     compiler = GrammarCompiler(
         lambda: vocabulary_json(vocab_size), vocab_size=vocab_size, eos_token_ids=(_END,)
     )
-    return MaskWorkers(compiler, SystemClock(), max_states=2 * batch)
+    num_groups = num_groups_for(len(os.sched_getaffinity(0)))
+    return MaskWorkers(compiler, SystemClock(), max_states=2 * batch, num_groups=num_groups)
 
 
 def vocabulary_json(vocab_size: int) -> str:

@@ -169,18 +169,16 @@ def begin_masks(
     """Start to make masks for the rows with a grammar; None if there are none. A row gets none
     if the token before it was not sampled."""
     rows = []
+    sampled = batch.sampled.tolist()
     for i, params in enumerate(batch.params):
         if not params.grammar:
             continue
-        tokens, prompt_len = batch.histories[i]
-        token = carried.get(int(batch.sampled[i]))
+        token = carried.get(sampled[i])
         if token == NO_TOKEN:
             continue
-        output = tokens[prompt_len:]
-        if token is not None:
-            output = np.append(output, np.int32(token))
-        request_id = batch.request_ids[int(batch.sampled[i])]
-        rows.append(MaskedRow(i, request_id, params.grammar, output))
+        tokens, prompt_len = batch.histories[i]
+        name = batch.request_ids[sampled[i]]
+        rows.append(MaskedRow(i, name, params.grammar, tokens[prompt_len:], token))
     if not rows:
         return None
     if masks is None:

@@ -46,7 +46,7 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, int], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         """Protects the two structures above. Not held while a grammar is compiled."""
 
@@ -59,21 +59,31 @@ class GrammarCompiler:
         used."""
         self._prototype(grammar)
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of `grammar`. Raises RequestError like `check`."""
-        return self._prototype(grammar).deep_copy()
+    def has(self, grammar: str, group: int = 0) -> bool:
+        """Whether `matcher` returns at once. Never waits."""
+        # Without the lock, which is held while the vocabulary is read. A lookup is atomic.
+        return (grammar, group) in self._compiled
 
-    def _prototype(self, grammar: str) -> LLMatcher:
+    def matcher(self, grammar: str, group: int = 0) -> LLMatcher:
+        """A matcher at the beginning of `grammar`. Raises RequestError like `check`.
+
+        Matchers of one grammar and one group share the states of its lexer, and a lock: one
+        thread at a time uses them. Each thread asks for matchers of its own group.
+        """
+        return self._prototype(grammar, group).deep_copy()
+
+    def _prototype(self, grammar: str, group: int = 0) -> LLMatcher:
+        key = grammar, group
         with self._lock:
-            found = self._compiled.get(grammar)
+            found = self._compiled.get(key)
             if found is not None:
-                self._compiled.move_to_end(grammar)
+                self._compiled.move_to_end(key)
                 return found
         made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_LIMITS)
         if made.is_error():
             raise RequestError(_describe(made.get_error()))
         with self._lock:
-            self._compiled[grammar] = made
+            self._compiled[key] = made
             if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         return made

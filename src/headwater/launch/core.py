@@ -15,7 +15,7 @@ from headwater.engine.client import SERVER_ID_VARIABLE, EngineInfo
 from headwater.engine.core import EngineCore, Runner
 from headwater.engine.grammar import GrammarCompiler
 from headwater.engine.key_hasher import KeyHasher
-from headwater.engine.masks import MaskWorkers
+from headwater.engine.masks import MaskWorkers, num_groups_for
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
@@ -221,7 +221,9 @@ def _masks(limits: StepLimits, model: "LoadedModel", clock: Clock) -> MaskWorker
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
-    return MaskWorkers(compiler, clock, max_states=2 * limits.max_num_seqs)
+    num_groups = num_groups_for(len(os.sched_getaffinity(0)))
+    max_states = 2 * limits.max_num_seqs
+    return MaskWorkers(compiler, clock, max_states=max_states, num_groups=num_groups)
 
 
 def _cache(

@@ -50,8 +50,16 @@ class SubmittedStep:
     # not `blocking`: a sleeping thread woke up to 5 ms late
     done: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
 
+    found: StepResult | None = None
+    """The result, if it was read before."""
+
     def result(self) -> StepResult:
-        """The result of the step; waits for it."""
+        """The result of the step; waits for it. Every call returns the same object."""
+        if self.found is None:
+            self.found = self._read()
+        return self.found
+
+    def _read(self) -> StepResult:
         tokens = self.tokens()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self.logprobs is not None:
