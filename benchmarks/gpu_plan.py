@@ -47,6 +47,7 @@ PARTS = (
         "kernels", 120, "kernels", "kernels_bench", "heads", "pairs", "early", "work", workers=4
     ),
     _tests("models", 120, "latent", "latent_prompt", "quantized", "fp8_experts", workers=4),
+    _tests("families", 80, "families", workers=8),
     _tests("steps", 100, "runner", "engine", "sampling", "ready", "ranks"),
     _tests("copies", 60, "copier", "layerwise", "pinned", "slots", "cuda_link", "peers"),
     # Parts with targets that were missed when they were last measured come first.

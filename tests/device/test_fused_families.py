@@ -1,6 +1,6 @@
 """The fused decoder gives the tokens of `generate` for every family, in Triton's interpreter.
 
-`test_gpu_runner.py` compares them on a GPU, where attention and graphs are the GPU's too.
+`test_gpu_families.py` compares them on a GPU, where attention and graphs are the GPU's too.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.device.gpu import IS_INTERPRETED, pytestmark, require_kernels
 
 require_kernels()
 if not IS_INTERPRETED:
-    pytest.skip("test_gpu_runner.py has these comparisons on a GPU", allow_module_level=True)
+    pytest.skip("test_gpu_families.py has these comparisons on a GPU", allow_module_level=True)
 
 from headwater.device.gpu.decoder import RowsToCompute, TokenSlots  # noqa: E402 - it imports Triton
 from tests.device.fused import fused, scratch_pool  # noqa: E402

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from headwater.clock import SystemClock
-from headwater.device.families import NOT_FUSED, SERVED
 from headwater.device.model import LoadedModel, load
 from headwater.scheduler.request import SamplingParams
 from tests.device.driver import Driver, Running
@@ -34,29 +33,6 @@ def make_driver(model: LoadedModel, **settings: Any) -> Driver:
 @pytest.fixture(scope="module")
 def on_gpu(family: Callable[[str], Path]) -> LoadedModel:
     return load(family("llama"), device="cuda")
-
-
-@pytest.mark.parametrize("name", sorted(SERVED))
-def test_tokens_equal_the_reference(name: str, family: Callable[[str], Path]) -> None:
-    """Tokens equal those of the CPU for every family, with windows, soft-caps and sinks,
-    decoded together and in chunks."""
-    reference, model = Reference(family(name)), load(family(name), device="cuda")
-    driver = make_driver(model, block_tokens=4)
-    long, short = prompt(41, seed=1), prompt(6, seed=2)
-    sequences = [driver.add(long, name="long"), driver.add(short, name="short")]
-    alone = make_driver(model, block_tokens=4)
-    chunked = alone.add(long, name="chunked")
-
-    driver.finish(*sequences, count=COUNT)
-    for size in (5, 20, 16):
-        alone.step((chunked, size))
-    alone.finish(chunked, count=COUNT)
-
-    assert driver.runner.is_fused == (name not in NOT_FUSED)
-    expected, gaps = reference.generate(long, COUNT)
-    assert_same_tokens(sequences[0].output, expected, gaps)
-    assert_same_tokens(chunked.output, expected, gaps)
-    assert_same_tokens(sequences[1].output, *reference.generate(short, COUNT))
 
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 64])
