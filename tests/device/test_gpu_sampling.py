@@ -162,6 +162,7 @@ def test_draws_follow_the_distribution(name: str) -> None:
     assert often / often.sum() == pytest.approx(expected.numpy(), abs=0.015)
 
 
+@pytest.mark.parametrize("is_edited", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-30, 1.0])
 @pytest.mark.parametrize(
     ("row", "expected"),
@@ -173,12 +174,20 @@ def test_draws_follow_the_distribution(name: str) -> None:
     ],
 )
 def test_a_logit_that_is_not_a_number_is_not_chosen(
-    row: list[float], expected: int, temperature: float
+    row: list[float],
+    expected: int,
+    temperature: float,
+    is_edited: bool,
 ) -> None:
     """A broken row is greedy over its finite logits; other rows are not affected."""
     logits = torch.tensor([row, [0.0, 9.0, 1.0, 2.0]], device="cuda")
     params = SamplingParams(
-        temperature=temperature, top_k=3, top_p=0.9, min_p=0.01, logprobs=2, logit_bias={3: 0.0}
+        temperature=temperature,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.01,
+        logprobs=2,
+        logit_bias={3: 0.0} if is_edited else {},
     )
     sound = SamplingParams(temperature=0.0)
 

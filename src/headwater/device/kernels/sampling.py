@@ -4,7 +4,8 @@ One program computes one row, so the result does not depend on the rest of the b
 the row several times: the row stays in the second-level cache, and a pass costs a few
 microseconds where a sort costs milliseconds.
 
-    pass 1       largest and smallest logit, first index of the largest
+    pass 1       only of edited rows: the largest logit and its first index; the forward pass has
+                 chosen the most likely token of the others
     search       the least value that top-k and top-p keep (`threshold`)
     last pass    sums of kept weights by chunk, in the order of ids; then one chunk in detail
 """
@@ -27,28 +28,21 @@ _WARPS = 16
 
 
 @triton.jit
-def _extremes(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest finite value, its first index (2^31 - 1 if there is none), smallest finite value,
-    and whether the row has a NaN or a positive infinity."""
+def _largest(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest finite value and its first index, which is 2^31 - 1 if there is none."""
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    lowest = tl.full([BLOCK], float("inf"), tl.float32)
     where = tl.full([BLOCK], 2147483647, tl.int32)
-    broken = tl.zeros([BLOCK], tl.int32)
     ahead = read_values(row, tl.arange(0, BLOCK), VOCAB)
     for first in range(0, VOCAB, BLOCK):
         at = first + tl.arange(0, BLOCK)
         values = ahead.to(tl.float32)
         ahead = read_values(row, at + BLOCK, VOCAB)
-        # Comparisons with NaN are false, so NaN is neither finite nor better.
-        is_finite = (values > float("-inf")) & (values < float("inf"))
-        better = is_finite & (values > highest)
+        # Comparisons with NaN are false, so NaN is not better.
+        better = (values > highest) & (values < float("inf"))
         highest = tl.where(better, values, highest)
         where = tl.where(better, at, where)
-        lowest = tl.where(is_finite & (values < lowest), values, lowest)
-        broken = broken | tl.where(is_finite | (values == float("-inf")), 0, 1)
     top = tl.max(highest, 0)
-    token = tl.min(tl.where(highest == top, where, 2147483647), 0)
-    return top, token, tl.min(lowest, 0), tl.max(broken, 0)
+    return top, tl.min(tl.where(highest == top, where, 2147483647), 0)
 
 
 @triton.jit
@@ -74,12 +68,16 @@ def _weights(values, least, top, heat, min_p):
 @triton.jit
 def _draw(row, least, top, heat, min_p, uniform, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
           CHUNKS: tl.constexpr):  # fmt: skip
-    """Invert the cumulative distribution, in the order of ids, at `uniform`."""
+    """Invert the cumulative distribution, in the order of ids, at `uniform`. Also returns whether
+    the row has a NaN or a positive infinity."""
     number = tl.arange(0, CHUNKS)
+    broken = tl.zeros([BLOCK], tl.int32)
     sums = tl.zeros([CHUNKS], tl.float32)
     ahead = read_values(row, tl.arange(0, BLOCK), VOCAB)
     for first in range(0, VOCAB, BLOCK):
-        weights = _weights(ahead.to(tl.float32), least, top, heat, min_p)
+        values = ahead.to(tl.float32)
+        broken = broken | tl.where(values < float("inf"), 0, 1)
+        weights = _weights(values, least, top, heat, min_p)
         ahead = read_values(row, first + BLOCK + tl.arange(0, BLOCK), VOCAB)
         sums = tl.where(number == first // BLOCK, tl.sum(weights, 0), sums)
     ends = tl.cumsum(sums, 0)
@@ -94,20 +92,19 @@ def _draw(row, least, top, heat, min_p, uniform, VOCAB: tl.constexpr, BLOCK: tl.
     # Sums of a chunk in two orders may differ in the last bit; make sure that the token is a
     # kept one.
     last = tl.max(tl.where(weights > 0, at, 0), 0)
-    return tl.minimum(chunk * BLOCK + tl.sum(passed.to(tl.int32), 0), last)
+    token = tl.minimum(chunk * BLOCK + tl.sum(passed.to(tl.int32), 0), last)
+    return token, tl.max(broken, 0) > 0
 
 
 @triton.jit
-def _choose(row, room, counter, asked, warmth, top_k, top_p, min_p, uniform,
+def _choose(row, top, token, room, counter, asked, warmth, top_k, top_p, min_p, uniform,
             VOCAB: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
-    """The token of a row; 2^31 - 1 if no value is finite."""
-    top, token, bottom, broken = _extremes(row, VOCAB, BLOCK)
-    if (token < 2147483647) & (asked & 2 != 0) & (broken == 0) & (warmth > 0):
+    """The token of a row, whose largest finite value is `top`, at `token`."""
+    if (tl.abs(top) < float("inf")) & (asked & 2 != 0) & (warmth > 0):
         heat = 1.4426950408889634 / warmth
-        least = find_threshold(
-            row, room, counter, top, bottom, heat, top_k, top_p, VOCAB, BLOCK, FEW
-        )
-        token = _draw(row, least, top, heat, min_p, uniform, VOCAB, BLOCK, CHUNKS)
+        least = find_threshold(row, room, counter, top, heat, top_k, top_p, VOCAB, BLOCK, FEW)
+        drawn, broken = _draw(row, least, top, heat, min_p, uniform, VOCAB, BLOCK, CHUNKS)
+        token = tl.where(broken, token, drawn)
     return token
 
 
@@ -127,8 +124,10 @@ def _sample(logits, edited, chosen, rooms, counters, flags, top_k, state, temper
     chance = tl.load(uniform + program)
     if asked & 1 != 0:
         row = edited + number * VOCAB
+        top, token = _largest(row, VOCAB, BLOCK)
         token = _choose(
-            row, room, counter, asked, warmth, k, p, least_p, chance, VOCAB, BLOCK, CHUNKS, FEW,
+            row, top, token, room, counter, asked, warmth, k, p, least_p, chance, VOCAB, BLOCK,
+            CHUNKS, FEW,
         )  # fmt: skip
         if token == 2147483647:
             # Every token is forbidden: the model's own logits decide, within the mask.
@@ -136,11 +135,16 @@ def _sample(logits, edited, chosen, rooms, counters, flags, top_k, state, temper
             if mask_row >= 0:
                 token = _best_allowed(own, masks + mask_row * WORDS, VOCAB, BLOCK)
             else:
-                _, token, _, _ = _extremes(own, VOCAB, BLOCK)
+                token = tl.load(chosen + program)
     else:
+        token = tl.load(chosen + program)
+        top = tl.load(own + token).to(tl.float32)
         token = _choose(
-            own, room, counter, asked, warmth, k, p, least_p, chance, VOCAB, BLOCK, CHUNKS, FEW,
+            own, top, token, room, counter, asked, warmth, k, p, least_p, chance, VOCAB, BLOCK,
+            CHUNKS, FEW,
         )  # fmt: skip
+    # All threads have read the most likely token before it is overwritten.
+    tl.debug_barrier()
     token = tl.where(token == 2147483647, 0, token)
     tl.store(chosen + program, token)
     slot = tl.load(state + program).to(tl.int64)
@@ -169,8 +173,8 @@ def choose_sampled(
     scratch: SamplingScratch,
     num_rows: int,
 ) -> None:
-    """Write the token of each row that is sampled to `chosen`. Counts of sampled tokens are
-    updated."""
+    """Write the token of each row that is sampled to `chosen`, which holds the most likely token
+    of each row. Counts of sampled tokens are updated."""
     vocab = logits.shape[1]
     edit_logits(logits, scratch.edited, inputs, num_rows)
     block = min(_BLOCK, triton.next_power_of_2(vocab))

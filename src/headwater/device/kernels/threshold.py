@@ -1,6 +1,7 @@
 """The least value of a row that top-k and top-p keep, without sorting.
 
     search       8 pivots per pass between `low` and `high`: sums of what is above each pivot
+    first pass   the pivots are near the largest value, where models put the threshold
 
 The search keeps two facts: every element at or above `high` is kept, every element at or below
 `low` is dropped. When few elements are left between them, these are collected and compared with
@@ -12,6 +13,9 @@ import triton.language as tl
 
 FEW = 256
 """Elements that are collected and compared with each other at the end of a search."""
+
+_REACH = tl.constexpr(40.0)
+"""A search for the k largest elements begins this far below the largest."""
 
 
 @triton.jit
@@ -77,18 +81,17 @@ def _settle(room, count, high, above, top, heat, target, by_count, FEW: tl.const
 
 
 @triton.jit
-def _search(row, room, counter, low, high, top, heat, by_count, target, share,
+def _search(row, room, counter, low, high, top, heat, by_count, target, share, at_most, is_near,
             VOCAB: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
     """The smallest threshold `high` for which less than the target lies above each kept element.
 
     Elements are counted, or their weights are summed. A negative
-    `target` stands for `share` of the sum over everything above `low`.
+    `target` stands for `share` of the sum over everything above `low`. About `at_most` elements are
+    above `low`. `is_near` means that `low` is a guess, far below `high`: if less than a counted
+    target lies above it, the search begins again below the smallest element.
     """
     sum_low = low * 0.0
     sum_high = low * 0.0
-    # Maximum number of elements that can be between `low` and `high`: their sum over the least
-    # weight.
-    at_most = low * 0.0 + VOCAB
     is_first = low < float("inf")  # always true, but a value that the loop can change
     going = low < high
     while going:
@@ -99,14 +102,18 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
         if not is_first:
             guess = (sum_low - target) / tl.maximum(sum_low - sum_high, 1e-30)
             guess = tl.minimum(tl.maximum(guess, 0.0), 1.0)
-        p0 = tl.where(is_first, low, low + width * tl.maximum(guess - 0.06, 0.0))
-        p1 = low + width * tl.where(is_first, 0.125, tl.maximum(guess - 0.008, 0.0))
-        p2 = low + width * 0.25
-        p3 = low + width * tl.where(is_first, 0.375, guess)
-        p4 = low + width * 0.5
-        p5 = low + width * tl.where(is_first, 0.625, tl.minimum(guess + 0.008, 1.0))
-        p6 = low + width * 0.75
-        p7 = low + width * tl.where(is_first, 0.875, tl.minimum(guess + 0.06, 1.0))
+        close = is_first & is_near
+        p0 = tl.where(is_first, low, low + width * tl.maximum(guess - 0.1, 0.0))
+        p1 = tl.where(is_first, 0.125, tl.maximum(guess - 0.02, 0.0))
+        p1 = low + width * tl.where(close, 0.7, p1)
+        p2 = low + width * tl.where(close, 0.76, 0.25)
+        p3 = low + width * tl.where(close, 0.8, tl.where(is_first, 0.375, guess))
+        p4 = low + width * tl.where(close, 0.83, 0.5)
+        p5 = tl.where(is_first, 0.625, tl.minimum(guess + 0.02, 1.0))
+        p5 = low + width * tl.where(close, 0.86, p5)
+        p6 = low + width * tl.where(close, 0.9, 0.75)
+        p7 = tl.where(is_first, 0.875, tl.minimum(guess + 0.1, 1.0))
+        p7 = low + width * tl.where(close, 0.95, p7)
         # Eight names and not an array, because Triton cannot index values in registers.
         s0 = tl.zeros([BLOCK], tl.float32)
         s1 = tl.zeros([BLOCK], tl.float32)
@@ -119,6 +126,8 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
         smallest = tl.full([BLOCK], float("inf"), tl.float32)
         largest = tl.full([BLOCK], float("-inf"), tl.float32)
         over = tl.zeros([BLOCK], tl.float32)
+        # In the first pass this is the smallest element of the row.
+        floor = tl.where(is_first, float("-inf"), low)
         collects = at_most <= FEW
         if collects:
             tl.store(counter, 0)
@@ -144,7 +153,7 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
             s5 += (values > p5).to(tl.float32) * weights
             s6 += (values > p6).to(tl.float32) * weights
             s7 += (values > p7).to(tl.float32) * weights
-            smallest = tl.minimum(smallest, tl.where(values > low, values, float("inf")))
+            smallest = tl.minimum(smallest, tl.where(values > floor, values, float("inf")))
             largest = tl.maximum(largest, tl.where(values < high, values, float("-inf")))
         a0 = tl.sum(s0, 0)
         if target < 0:
@@ -160,6 +169,8 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
                 room, num_collected, high, tl.sum(over, 0), top, heat, target, by_count, FEW
             )
             going = False
+        elif close & by_count & (a0 < target):
+            low = _below(low_element)
         elif is_first & (a0 < target):
             # Everything above `low` together is less than the target, so all of it is kept.
             high = low
@@ -203,8 +214,10 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
             high = tl.minimum(high, _above(high_element))
             middle = low + (high - low) * 0.5
             going = (middle > low) & (middle < high)
+            # Their sum over the least weight of one of them.
             at_most = (sum_low - sum_high) / _weigh(low, top, heat, by_count)
-        is_first = low == float("inf")
+            is_first = low == float("inf")
+        is_near = low == float("inf")
     return high
 
 
@@ -229,25 +242,30 @@ def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def find_threshold(row, room, counter, top, bottom, heat, top_k, top_p, VOCAB: tl.constexpr,
-               BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
-    """The smallest value that top-k, and then top-p, keep."""
-    least = _below(bottom)
+def find_threshold(row, room, counter, top, heat, top_k, top_p, VOCAB: tl.constexpr,
+                   BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
+    """The smallest value that top-k, and then top-p, keep; negative infinity if they keep
+    all."""
+    least = top * 0.0 + float("-inf")
     mass = top * 0.0 - 1.0
+    # Weights below 2^-58 do not change a float32 sum.
+    low = _below(top - 58.0 / heat)
+    at_most = top * 0.0 + VOCAB
+    is_near = top < float("inf")  # always true, but a value that the loop can change
     for phase in range(2):  # a loop, so that the search is compiled once
         by_count = phase == 0
         is_asked = tl.where(by_count, (top_k > 0) & (top_k < VOCAB), top_p < 1.0)
         if is_asked:
-            # Weights below 2^-58 do not change a float32 sum.
-            lightest = tl.maximum(least, _below(top - 58.0 / heat))
-            low = tl.where(by_count, least, lightest)
+            begin = tl.where(by_count, _below(top - _REACH), tl.maximum(low, least))
             target = tl.where(by_count, top_k.to(tl.float32), mass)
             least = _search(
-                row, room, counter, low, top, top, heat, by_count, target, top_p, VOCAB, BLOCK,
-                FEW,
+                row, room, counter, begin, top, top, heat, by_count, target, top_p, at_most,
+                is_near, VOCAB, BLOCK, FEW,
             )  # fmt: skip
             if by_count & (top_p < 1.0):
                 mass, last = _top_k_mass(row, least, top, heat, top_k, VOCAB, BLOCK)
                 mass = mass * top_p
                 least = _below(last)
+                at_most = top_k.to(tl.float32)
+                is_near = least == float("inf")
     return least
