@@ -11,7 +11,7 @@
   + ModelError        a model directory that cannot be served
   + StorageError      a storage backend failed; becomes a cache miss, never a 5xx
     - StorageTimeout  a call missed its deadline; `quiet` is set when it uses no buffer any more
-- StorageCorrupt  stored bytes are not the requested block; `reason` says how
+    - StorageCorrupt  stored bytes are not the requested block; `reason` says how
     - StorageBadAnswer    a backend answered something that its interface does not allow
     - StorageUnavailable  a backend failed repeatedly, and is not called for a while
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss

@@ -23,9 +23,9 @@ _HUGE_PAGES = ":".join(
         "trim_threshold": 1 << 30,
     }.items()
 )
-"""glibc allocates in huge pages and keeps them. Every step reads all weights, which is then a
-tenth faster, and the activations of a prompt cause no page faults. glibc reads this variable
-before the program begins; other C libraries ignore it."""
+"""With these settings, glibc allocates huge pages and keeps them. Reading all weights, which
+every step does, is then a tenth faster, and the activations of a prompt cause no page faults.
+glibc reads its settings before the program begins; other C libraries ignore them."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GROUP_END_S = 10.0

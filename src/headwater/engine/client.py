@@ -172,7 +172,7 @@ class ResetCache(ControlCall[ResetReport]):
 
 @dataclass(frozen=True)
 class CloseSession(ControlCall[bool]):
-    """End a session. The reply is whether the session was known."""
+    """End a session. The reply says whether the session was known."""
 
     session_id: str
     cache_salt: str

@@ -21,8 +21,9 @@ _MAX_UNFINISHED = 3
 """A character has at most four bytes, so at most three bytes can be incomplete."""
 
 _CONTEXT_TOKENS = 12
-"""Number of earlier tokens kept with the new ones. Decoders look back for spaces and split
-characters; three incomplete characters have at most nine bytes, so at most nine tokens."""
+"""Number of earlier tokens kept with the new ones. Decoders look back for spaces and for
+incomplete characters; three incomplete characters have at most nine bytes, so at most nine
+tokens."""
 
 _MAX_WINDOW_TOKENS = 32
 """The window is cut back to its context above this size, so that a token costs O(1)."""

@@ -29,7 +29,7 @@ class EngineProcess:
         on_info: Callable[[EngineInfo], None] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Run `python -m <command> ADDRESS`. `on_info` is called when it serves other
+        """Run `python -m <command> ADDRESS`. `on_info` is called when the engine serves other
         weights."""
         self.address = address
         self._start = start

@@ -22,7 +22,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""At most about 40 ms to build the lexer of a grammar and 20 ms for one mask."""
+"""These limits allow at most about 40 ms to build the lexer of a grammar and 20 ms for one
+mask."""
 
 _MAX_CACHED = 256
 """Number of compiled grammars that are kept."""

@@ -1,8 +1,8 @@
 """Computes block keys of new prompts in a thread of its own, before the engine loop needs them.
 
-A prompt is committed milliseconds after its request arrived, and hashing a long one takes
-milliseconds: done ahead, it costs the loop nothing. A key that is not there in time is computed
-by the loop, so a slow thread delays nothing and changes nothing.
+A prompt is committed milliseconds after its request arrived, and hashing a long prompt takes
+milliseconds. This thread does it in advance, so the loop does not wait. The loop computes a key
+that is not there in time, so a slow thread delays nothing and changes nothing.
 """
 
 import threading

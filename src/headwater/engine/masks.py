@@ -117,8 +117,8 @@ class MaskState:
         self.words: MaskWords | None = None
         """The mask, until it is taken."""
         self.made_for: bytes | None = None
-        """`words` are the mask after these output tokens. A worker writes it after `words`, so a
-        state that has it can be read although the rest of its group is still being made."""
+        """`words` are the mask after these output tokens. A worker writes this value last, so
+        the mask of a state can be read while other masks of its group are still being made."""
         self.error: str | None = None
         self.is_slow = False
         """Its last mask took too long for a group."""

@@ -15,7 +15,7 @@ _MEMORY = 0.9
 """Factor by which the weight of a step decays with each later step."""
 
 _PREFILL_SHARE = 4
-"""A step with this many tokens per row measures how fast prompts are computed."""
+"""A step with at least this many tokens per row measures how fast prompts are computed."""
 
 
 _COST_MEMORY = 0.8
@@ -27,8 +27,8 @@ is collected, and the host collects late when it launches the kernels of another
 delays only add time, so the estimate follows slow steps slowly."""
 
 _MAX_CHANGE = 4.0
-"""A step that took longer than this many times its estimate counts as this many times: one slow
-step of the machine must not stop prompts."""
+"""A step that took longer than this many times its estimate counts as this many times: one very
+slow step must not stop prompts."""
 
 _LARGE_CHUNK = 1024
 """Prompt cost above which the launch time of a step without decodes can be neglected."""

@@ -81,8 +81,8 @@ _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def check_schema_size(*parts: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
-    """Raise RequestError when the JSON of `parts` is longer than `max_bytes` or too deep. It
-    stops reading there."""
+    """Raise RequestError when the JSON of `parts` is longer than `max_bytes` or nested too
+    deeply. The rest of such `parts` is not read."""
     left, todo = max_bytes, [(part, 0) for part in parts]
     while todo:
         value, depth = todo.pop()
@@ -137,7 +137,7 @@ def _read_schema(schema: object) -> object:
 
 
 def _too_long(max_bytes: int) -> RequestError:
-    return RequestError(f"the grammar is longer than {max_bytes} bytes; simplify the schema")
+    return RequestError(f"the grammar is longer than {max_bytes} bytes; simplify it")
 
 
 def _alternatives(choice: Sequence[str]) -> str:

@@ -78,7 +78,7 @@ class StepWatchdog:
                 continue
             sentence = (
                 f"step {since[1]} did not end within {self._timeout_s:g} s: the "
-                "device hangs or is lost, so the engine has ended; restart it"
+                "device hangs or is lost, so the engine has ended"
             )
             log.critical("the device hangs: step=%d timeout_s=%g", since[1], self._timeout_s)
             self._die(sentence)
