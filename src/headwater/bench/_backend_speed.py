@@ -31,9 +31,9 @@ Speeds = dict[str, dict[str, float]]
 
 def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) -> dict[str, Any]:
     """Return `backend_ratio` and `backend_mb_s` by backend and direction, from the fastest
-    turns. On a disk that other processes use, the fastest turns of the two may be from
-    different times, so `backend_ratio_turns` has the quartiles of the ratios within each
-    turn."""
+    turns. On a disk that other processes use, the fastest turn of a backend and that of its
+    ceiling may be from different times, so `backend_ratio_turns` has the quartiles of the
+    ratios within each turn."""
     ratios: Speeds = {}
     quartiles: dict[str, dict[str, list[float]]] = {}
     speeds: Speeds = {}

@@ -58,7 +58,7 @@ class HungStorage(ForwardingStorage):
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
         """Settings: `medium`; the list `hung`, which its owner may change; and the event
-        `made`, which is set at the first call of that list."""
+        `made`, which is set at the first call that the list names."""
         medium: StoppableMedium = settings["medium"]
         if "open" in settings["hung"]:
             medium.hang()

@@ -95,8 +95,9 @@ class Figures:
 
     @property
     def itl_tail_s(self) -> float:
-        """Mean of the slowest hundredth. About that many tokens wait for another request's
-        prompt, so a single quantile there would vary between runs."""
+        """Mean of the slowest hundredth of the times between tokens. About a hundredth of the
+        tokens wait for another request's prompt, so a single quantile at this share would vary
+        between runs."""
         slowest = sorted(self.gaps_s)[-max(len(self.gaps_s) // 100, 1) :]
         return fmean(slowest)
 

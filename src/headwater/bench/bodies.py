@@ -1,10 +1,10 @@
 """`headwater bench bodies`: how long one large body delays other requests.
 
 A cluster of a router and one instance runs as processes. A client sends one body of about 15 MB
-while another client sends `GET /health` every 2 ms. The figures are the longest of these
-answers during the processing of the body, the median over several tries: `wall_ms`, and
-`loop_ms`, which excludes the time in which the event loop's thread waited for a processor. On
-an idle machine both are the same; on a busy one `loop_ms` is what the server itself adds.
+while another client sends `GET /health` every 2 ms. Each figure is the time of the longest of
+these answers while the body is processed, as the median over several tries. `wall_ms` is the
+whole time; `loop_ms` excludes the time in which the event loop's thread waited for a processor.
+On an idle machine both are the same; on a busy one `loop_ms` is what the server itself adds.
 `idle` is measured without a body.
 """
 
