@@ -143,9 +143,9 @@ class JobFinisher:
         may touch.
 
         Target slots become QUARANTINED, so a late write damages nothing. A copy from the device
-        or from the host to the device keeps nothing else: whatever it still reads ends in a
-        quarantined slot. A write to storage keeps its host slots marked as read;
-        otherwise bytes of another block could be stored under its key. The blocks stay findable.
+        or to the device keeps nothing else: all that its executor still writes goes to
+        quarantined slots. A write to storage keeps its host slots marked as read; otherwise
+        bytes of another block could be stored under its key. The blocks stay findable.
         """
         record.timed_out = True
         self._suspend_writes(record)

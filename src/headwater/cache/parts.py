@@ -111,7 +111,7 @@ class CacheParts:
         """Whether `plan_offloads` may find something to write. O(1); called once per step.
 
         The next admissions take up to `num_expected` device blocks, so the next victims are
-        written to the host before that. `can_store` is whether storage may get writes now.
+        written to the host before that. `can_store` says whether storage may get writes now.
         """
         return self._writes.begin_step(num_expected, can_store=can_store)
 

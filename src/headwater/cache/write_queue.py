@@ -215,8 +215,8 @@ class WriteQueue:
     def add_committed(self, node: Node) -> None:
         """Queue `node`, which got new device blocks. Under `auto` they only fill free host
         slots: evicting for them would replace a block that is in no other tier by a duplicate.
-        A few blocks wait for more, or for the end of the request: until then its lease keeps
-        them anyway."""
+        While a request has only a few such blocks, they wait for more blocks or for its end:
+        until then its lease keeps them anyway."""
         if self._policy is not _AUTO:
             self.add(node)
         elif self._host.pool.num_free and len(node.device) - len(node.host) >= _SHORT_RUN:

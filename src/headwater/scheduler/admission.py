@@ -84,18 +84,18 @@ def admits(*, num_needed: int, num_available: int, num_growth: int, num_running:
 
 
 _WAITERS_PER_PLACE = 4
-"""Maximum number of sequences that one step skips because they wait for a load or a prefix, for
-each sequence that may run."""
+"""For each sequence that may run, one step skips at most this many sequences that wait for a
+load or a prefix."""
 
 _MAX_HELD = 32
 """Maximum number of long prompts that one step skips."""
 
 _NEAR_SHARE = 2
-"""Cached blocks are kept for the first waiting sequences, which together need at most one in
-this many of all blocks. With more, later ones would evict blocks of earlier ones."""
+"""Cached blocks are kept for the first sequences of the queue, which together need at most one
+device block in this many. Otherwise these blocks would evict each other."""
 
 _NEAR_LOOKS = 16
-"""They are determined again after one change of the queue for each this many of them."""
+"""If these are n sequences, they are determined again after n / `_NEAR_LOOKS` changes."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""

@@ -3,7 +3,7 @@
 A sequence that waits for a load has no slots and no lease: the job owns the target slots. When
 the job has ended, an ordinary match finds the blocks on the device. Several sequences may wait
 for one job. A deadline ends the wait, not the job, and after a failure the sequence computes
-its blocks. A slow or broken tier therefore costs no more than its hits.
+its blocks. A slow or broken tier therefore costs nothing but its hits.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ _MOST_JOBS = 8
 are not worth another load."""
 
 _MEAN_OF = 32
-"""Number of recent sequences in the mean prompt length."""
+"""The mean prompt length is that of about this many recent sequences."""
 
 _LEAST_WAIT_S = 0.05
 """Smallest limit of a wait under the policy `priced`."""
@@ -108,8 +108,7 @@ class KVLoader:
         self._mean_tokens = 0.0
         """Mean prompt length of recent sequences."""
         self.finish_overlapped: FinishOverlapped | None = None
-        """Called when a load has ended whose sequence computes its first chunk at the same
-        time."""
+        """Called when a load has ended during which its sequence computed its first chunk."""
         self.layerwise = False
         """Whether the runner can compute a chunk before the load that it reads has ended."""
         self.overlappable: LoadJob | None = None
@@ -179,8 +178,9 @@ class KVLoader:
         )
 
     def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
-        """Whether `sequence` waits for blocks below the device, or can start during the load
-        `overlappable`. `fits` tells whether it could be admitted now."""
+        """Whether `sequence` waits for blocks below the device. If it can start during the load
+        that this call began, `overlappable` is that load. `fits` tells whether it could be
+        admitted now."""
         self.overlappable = None
         load = sequence.load
         below = match.host_blocks + match.storage_blocks

@@ -29,15 +29,16 @@ _OFFLOAD_SHARE = 8
 several requests that end in one step, which are otherwise evicted unwritten."""
 
 _OFFLOAD_STEPS = 2
-"""As many blocks as this many steps compute may also be in flight to the host. Writes are
-planned once per step, so a smaller number could not keep up."""
+"""The blocks that this many steps compute may always be in flight to the host, within
+`_MAX_OFFLOAD_SHARE`. Writes are planned once per step, so a smaller number could not keep
+up."""
 
 _MAX_OFFLOAD_S = 0.25
-"""Never more than the link writes in this time. An admission may have to wait for the writes in
-flight: on a slow link, losing a block is better than a late first token."""
+"""The writes in flight take the link at most this time. An admission may have to wait for them:
+on a slow link, losing a block is better than a late first token."""
 
 _MAX_OFFLOAD_SHARE = 2
-"""Never more than one device block in this many: sequences need the others."""
+"""`_OFFLOAD_STEPS` allows at most one device block in this many: sequences need the others."""
 
 
 class OffloadPlanner:

@@ -71,7 +71,8 @@ _DELAY_SHARE = 0.1
 """Share of the last load in the expected delay of the next one."""
 
 _LONG_DELAY_S = 0.01
-"""A load that was later than this, and than twice the expected time, counts as less late."""
+"""The delay of one load counts at most as this time or the time of its transfer, whichever is
+longer."""
 
 
 class StepCosts(NamedTuple):

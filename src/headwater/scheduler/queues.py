@@ -99,7 +99,8 @@ def _key(sequence: Sequence) -> _Key:
 
 
 class SequenceTable:
-    """Keeps each sequence in the one list that its state names; only `move` changes either."""
+    """Keeps each sequence in the one list that its state names; only `move` changes state and
+    list."""
 
     def __init__(self) -> None:
         self.alive: dict[RequestId, Sequence] = {}

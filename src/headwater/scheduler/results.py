@@ -89,7 +89,7 @@ class Preemption:
         *,
         save: bool,
     ) -> None:
-        """`save` is whether the blocks of a preempted sequence are offloaded."""
+        """`save` says whether the blocks of a preempted sequence are offloaded."""
         self._table = table
         self._blocks = blocks
         self._growth = growth
