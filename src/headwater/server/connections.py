@@ -116,7 +116,7 @@ class ConnectionGuard:
 
 
 class GuardedProtocol(HttpToolsProtocol, CountedConnection):
-    """One connection, with limits. Its time to send headers includes that of TLS."""
+    """One connection, with limits. Its time to send headers includes the TLS handshake."""
 
     def __init__(self, *args: Any, guard: ConnectionGuard, **kwargs: Any) -> None:  # noqa: ANN401 -- uvicorn's own
         super().__init__(*args, **kwargs)

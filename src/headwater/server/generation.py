@@ -149,7 +149,7 @@ class Delta:
 
 
 _CONTEXT_TOKENS = 16
-"""Number of last prompt tokens for the detokenizer, which looks back on fewer."""
+"""The detokenizer gets this many of the last prompt tokens; it looks back on fewer."""
 
 Emit = Callable[[Delta], Awaitable[None]]
 Outputs = AsyncGenerator[SequenceOutput, None]

@@ -66,7 +66,7 @@ class LiveRequests:
         self._sequences: dict[str, list[RequestId]] = {}
         self._owners: dict[RequestId, str] = {}
         self._waits: dict[RequestId, asyncio.Timeout] = {}
-        """Of sequences that wait for a place in the engine."""
+        """Timeouts of the sequences that wait for a place in the engine; see `waiting`."""
         self.num_sequences = 0
 
     def check_size(self, num_sequences: int) -> None:

@@ -69,7 +69,8 @@ async def history(request: Request) -> Response:
 
 
 async def counters(service: Service) -> dict[str, Any]:
-    """The answer of GET /stats without requests. Raises EngineDead or RequestRefused."""
+    """The answer of GET /stats, except the requests in it. Raises EngineDead or
+    RequestRefused."""
     view = await _view(service, ViewLimits())
     return _counters(service, view.stats, await service.shared.snapshots())
 

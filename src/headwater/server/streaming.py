@@ -32,8 +32,8 @@ _LINE_BREAKS = {
     "\u2028".encode(): b"\\u2028",
     "\u2029".encode(): b"\\u2029",
 }
-"""Not line breaks in server-sent events, but clients that use `splitlines` would split
-there."""
+"""Characters that do not end a line of server-sent events, but at which `splitlines`, which
+some clients use, would split."""
 
 _encode = msgspec.json.Encoder().encode
 

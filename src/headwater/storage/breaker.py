@@ -87,8 +87,8 @@ class Breaker:
         return self._state is BreakerState.CLOSED or self.begin_trial(timeout_s)
 
     def begin_trial(self, timeout_s: float) -> bool:
-        """Whether a trial call is due. If so, the caller must make it: for others it is no
-        longer due."""
+        """Whether a trial call is due. If so, the caller must make the call, because none is
+        due for other callers any more."""
         with self._lock:
             now = self._clock.now()
             if self._state is BreakerState.HALF_OPEN and now >= self._trial_ends_s:

@@ -55,7 +55,7 @@ class Deadline:
         self._what = what
 
     def left_s(self) -> float:
-        """The seconds left, more than 0. Raises StorageTimeout afterwards."""
+        """The seconds left, more than 0. Raises StorageTimeout after the deadline."""
         left = self._end_s - self._clock.now()
         if left <= 0:
             raise self.passed()

@@ -51,8 +51,8 @@ class LateStorage:
         Thread(target=self._open, name="storage-open", daemon=True).start()
 
     def wait(self, timeout_s: float) -> StorageBackend:
-        """The backend itself if it opens within `timeout_s`, else this object, which passes calls
-        on as soon as it is open. Raises what opening raised."""
+        """The backend itself if it opens within `timeout_s`, else this object, which passes
+        calls on as soon as the backend is open. Raises what opening raised."""
         self._ended.wait(timeout_s)
         if self._error is not None:
             raise self._error

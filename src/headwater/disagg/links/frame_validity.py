@@ -62,7 +62,7 @@ class PeerFrameValidity:
         self._words = np.frombuffer(memory, _WORD)
 
     def is_valid(self, frame: Frame) -> bool:
-        """Whether the slots of a frame were unchanged until now; read it after copying."""
+        """Whether the slots of a frame were unchanged until now; called after the copy."""
         if frame.cell >= len(self._words):
             raise Malformed(f"frame with validity word {frame.cell}, which does not exist")
         return int(self._words[frame.cell]) == frame.number + 1

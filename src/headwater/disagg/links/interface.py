@@ -112,7 +112,7 @@ class Sender(Protocol):
 
     def extend(self, lease: int, deadline_s: float) -> None:
         """Let pushes of this lease that have not ended go on until `deadline_s`, if that is
-        later than their deadline. A peer that renews its lease can be slow, not dead."""
+        later than their deadline. A peer that renews its lease may be slow, but is not dead."""
 
     def cancel(self, lease: int) -> None:
         """Cancel pushes of this lease that have not begun. Their outcomes still come."""

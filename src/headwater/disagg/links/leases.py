@@ -145,7 +145,7 @@ class LeaseBook:
         return arriving
 
     def end_write(self, arriving: ArrivingBlocks, pieces: Sequence[SentPiece]) -> None:
-        """End a write, and report its `good` blocks as received."""
+        """End a write, and report the blocks in `arriving.good` as received."""
         lease, number = arriving.lease, arriving.lease_number
         good = [pieces[at] for at in arriving.new if at in arriving.good]
         with self._lock:

@@ -13,7 +13,7 @@ class HandoffConfig:
     """A lease ends this long after the last heartbeat that D received."""
 
     margin_s: float = 1.0
-    """P assumes a lease that is shorter by this, so it stops before D frees the slots."""
+    """P assumes a lease that is shorter by this, so P stops before D frees the slots."""
 
     renew_s: float = 2.0
     """Time between two heartbeats."""
