@@ -264,25 +264,25 @@ TOKENS_BY_KEY = Metric(
 TTFT = Metric(
     "time_to_first_token_seconds",
     Kind.HISTOGRAM,
-    "From a sequence's arrival to its first token.",
+    "Seconds from the arrival of a sequence to its first token.",
     buckets=_FAST,
 )
 ITL = Metric(
     "inter_token_latency_seconds",
     Kind.HISTOGRAM,
-    "Between two tokens of a sequence.",
+    "Seconds between two tokens of a sequence.",
     buckets=_FAST,
 )
 E2E = Metric(
     "e2e_request_latency_seconds",
     Kind.HISTOGRAM,
-    "From a sequence's arrival to its end.",
+    "Seconds from the arrival of a sequence to its end.",
     buckets=_SLOW,
 )
 QUEUE = Metric(
     "request_queue_time_seconds",
     Kind.HISTOGRAM,
-    "From a sequence's arrival to its admission.",
+    "Seconds from the arrival of a sequence to its admission.",
     buckets=_FAST,
 )
 

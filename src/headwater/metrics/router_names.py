@@ -56,7 +56,7 @@ ROUTER_IN_FLIGHT = Metric(
 ROUTER_GAPS = Metric(
     "router_event_gaps_total",
     Kind.COUNTER,
-    "KV events that were missed and requested again.",
+    "Gaps in the KV events of an instance; the missing events were requested again.",
     ("instance",),
 )
 
