@@ -79,4 +79,4 @@ def test_a_start_that_holds_the_folder_is_not_waited_for_without_end(
             assert claims.num_bytes == 60 << 30
     claim.withdraw()
 
-    assert "chooses its memory for too long" in caplog.text
+    assert "takes too long to choose its memory" in caplog.text

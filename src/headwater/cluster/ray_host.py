@@ -48,7 +48,7 @@ Group: TypeAlias = Any
 _POLL_S = 0.5
 _PLACE_S = 1
 _MAX_QUIET_WAITS = 5
-"""An instance that has no node after so many waits of `_PLACE_S` is said to wait."""
+"""An instance that has no node after this many waits of `_PLACE_S` is reported as waiting."""
 
 _CLOSE_S = 5.0
 """Longest time to wait at the end until the groups are removed, which needs Ray's head."""
@@ -301,8 +301,8 @@ class RayHost:
         return group
 
     def _nodes_of_cluster(self) -> list[RayNode]:
-        """The nodes. When the one to which this process is attached was lost, Ray has ended all
-        that it had started, and starts nothing more for it."""
+        """The nodes. When the node to which this process was attached is lost, Ray has ended
+        all that this process had started, and starts nothing more for this process."""
         nodes = [] if self._is_detached else _nodes()
         if not any(node.id == self._node_id for node in nodes):
             self._is_detached = True
@@ -310,7 +310,7 @@ class RayHost:
         return nodes
 
     def note_place(self, process: ProcessSpec, group: Group) -> None:
-        """Remember on which node Ray has placed it."""
+        """Remember on which node Ray has placed an instance."""
         nodes = _ray().util.placement_group_table(group)["bundles_to_node_id"]
         with self._lock:
             self._placed[process.name] = Placed(role=process.role, node_id=nodes[0])

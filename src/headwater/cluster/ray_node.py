@@ -1,6 +1,6 @@
 """Runs in a Ray actor, on the node of an instance: `headwater serve` as a child, and its output.
 
-The child watches a pipe of the actor, so it ends with it.
+The child watches a pipe of the actor, so the child ends with the actor.
 """
 
 import importlib

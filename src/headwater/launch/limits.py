@@ -17,7 +17,7 @@ _TOKENS_PER_SEQ = 512
 """KV tokens of the pool per sequence of a step. More sequences would not fit."""
 
 _GPU_STEP_TOKENS = ((24 * _GIB, 8192), (8 * _GIB, 4096), (0, 2048))
-"""Free memory of a GPU, and the tokens per step that are used with it. Long prompts are
+"""From this much free memory of a GPU on, a step has this many tokens. Long prompts are
 computed fastest in large steps; the target for the time between tokens bounds steps with
 decodes."""
 

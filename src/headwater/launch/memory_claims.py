@@ -37,8 +37,8 @@ _FLAGS = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Claim:
-    """Memory that this engine will allocate. The claim ends with this object or the process at
-    the latest."""
+    """Memory that this engine will allocate. The claim ends, at the latest, with this object or
+    with the process."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         file = os.open(path, _FLAGS | os.O_EXCL, 0o600)
@@ -83,7 +83,7 @@ def open_claims(
     try:
         if not _lock(lock, timeout_s):
             log.warning(
-                "another engine chooses its memory for too long; both may choose the same: "
+                "another engine takes too long to choose its memory; both may choose the same: "
                 "folder=%s waited_s=%g",
                 *(folder, timeout_s),
             )
