@@ -25,6 +25,7 @@ def test_a_sliding_window_bounds_the_pairs_of_a_prompt() -> None:
 
 
 def test_a_window_without_kinds_of_layers_is_not_used() -> None:
-    """Models that name a window but do not slide have no kinds of layers."""
+    """A model whose configuration names a window but no kinds of layers does not use the
+    window."""
     config = SimpleNamespace(num_hidden_layers=1, sliding_window=128)
     assert kv_tokens_read(config, 1024) == 1024

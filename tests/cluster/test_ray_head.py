@@ -104,8 +104,9 @@ def test_a_head_with_redis_is_replaced_under_load(redis, tmp_path, monkeypatch):
 
 
 def test_up_attached_to_the_head_starts_its_instances_again(redis, tmp_path, monkeypatch):
-    """Requests are answered until a new head starts, which ends what the lost one had. Then `up`
-    attaches to the new head and starts all instances again; Ctrl-C still ends it."""
+    """Requests are answered until a new head starts, which ends the instances that the lost one
+    had. Then `up` attaches to the new head and starts all instances again; Ctrl-C still ends
+    it."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     with started(tmp_path, redis=redis, at_head=True) as (nodes, cluster):
         load = Load(cluster.members()["router"]["url"], HEADERS)

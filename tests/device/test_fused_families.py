@@ -103,5 +103,5 @@ def test_layers_without_rotary_embedding_are_fused(tmp_path: Path) -> None:
 def test_a_model_with_unknown_parts_is_not_fused(
     name: str, changed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """It runs in its own code instead of giving wrong tokens."""
+    """Such a model runs in its own code instead of giving wrong tokens."""
     assert fused(load(save_family(name, tmp_path, **changed), packed=False)) is None

@@ -179,7 +179,7 @@ def test_memory_of_the_same_device_is_near() -> None:
 
 @pytest.mark.parametrize("kind", ["a pipe", "too large"])
 def test_memory_that_cannot_be_mapped_is_refused(kind: str) -> None:
-    """The device works on afterwards (lesson 66)."""
+    """The device continues to work afterwards (lesson 66)."""
     pool = make_pool(seed=2)
     reading, writing = os.pipe()
     pages: Any = pool.pages

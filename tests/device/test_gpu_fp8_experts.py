@@ -176,8 +176,8 @@ def test_kernels_that_are_right_have_no_fault(form: str, dtype: torch.dtype) -> 
 
 
 def test_kernels_that_disagree_are_not_used() -> None:
-    """Their results are compared with what dequantised weights give. A kernel that does not run
-    is a fault, too."""
+    """The results of kernels are compared with those of dequantised weights. A kernel that does
+    not run is a fault, too."""
     experts = made_experts("block")
     experts.down = Fp8ExpertWeight(codes=experts.down.codes, scales=experts.down.scales * 1.1)
     assert "differ by 0.0909" in str(fault_of(experts, TOP, torch.float32))
@@ -213,8 +213,8 @@ def test_matrices_without_a_kernel_are_not_kept() -> None:
 def test_a_mixture_keeps_its_experts(
     family_name: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They replace transformers' experts, which never get memory, and the model's own code
-    computes the same with them."""
+    """Experts in FP8 replace those of transformers, which never get memory, and the model's own
+    code computes the same with them."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
     source = save_family(family_name, tmp_path / "source", **sizes)
     write, config = FORMATS[form]

@@ -16,7 +16,7 @@ PROMPT_TOKENS = 16 * BLOCK_TOKENS + 1
 
 
 def make_victim_request(number: int):
-    """The number-th prompt; the test requests the same one later."""
+    """The prompt with this number; the test sends the same prompt later."""
     tokens = [(number * 7 + at * (number + 3)) % 50 for at in range(PROMPT_TOKENS)]
     return make_echo_request(f"victim {number}", tokens, max_tokens=2, cache_salt="victim")
 

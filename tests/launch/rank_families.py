@@ -1,4 +1,5 @@
-"""Engines of several ranks over models of three kinds, and what one rank says without a cache."""
+"""Engines of several ranks over models of three kinds, and the output of one rank without a
+cache."""
 
 from pathlib import Path
 from typing import Any

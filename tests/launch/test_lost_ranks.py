@@ -154,7 +154,7 @@ def check_slots(engine: OfflineEngine) -> None:
 
 @pytest.fixture(scope="module")
 def truth(open_engine: Open) -> list[list[list[int]]]:
-    """What one rank without a cache says to the prompts of each seed."""
+    """The output of one rank without a cache for the prompts of each seed."""
     engine = open_engine(prefix_caching=False, storage_backend=None, storage_config={})
     seeds = range(len(PHASES) + 1)
     found = [say(engine, make_prompts(seed, *SIZES), make_params() * 2)[0] for seed in seeds]

@@ -10,8 +10,8 @@ install_double("vllm", "vllm", "0.32.0", vllm_double)
 install_double("sglang", "sglang", "0.5.23", sglang_double)
 install_double("dynamo", "ai-dynamo", "1.6.1", dynamo_double)
 
-# SGLang imports torchvision, whose compiled operators need another build of torch. Two of them must
-# at least have a signature. The library object keeps it defined.
+# SGLang imports torchvision, whose compiled operators need another build of torch. Two of these
+# operators must at least have a signature. The library object keeps the signatures defined.
 _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 if is_real("sglang"):
     for _name in ("nms", "qnms"):

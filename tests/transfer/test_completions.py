@@ -87,7 +87,7 @@ def test_a_wait_ends_at_its_deadline():
 
 
 def test_a_late_completion_after_the_end_does_no_harm():
-    """Closing twice is safe; a thread that reports later is not hurt."""
+    """Closing twice is safe; a thread that reports later gets no error."""
     queue = CompletionQueue()
     queue.fileno()
 
