@@ -164,7 +164,7 @@ class LocalCluster:
     """`headwater up -f FILE` with one instance, and the commands that an operator gives."""
 
     def __init__(self, folder, *, is_killed=False):
-        """With `is_killed` it is not asked to stop at the end."""
+        """With `is_killed`, `headwater up` is not asked to stop at the end."""
         self._is_killed = is_killed
         self.file, self.state = folder / "cluster.yaml", folder / "state"
         self.write_file(flags="num-gpu-blocks-override: 32, threads: 1")

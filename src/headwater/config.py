@@ -54,7 +54,8 @@ class KvEventsConfig:
     topic: str = ""
 
     token_ids: bool = False
-    """Publish the token ids of blocks, which are prompts, for consumers that need them."""
+    """Publish the token ids of blocks for consumers that need them. Token ids disclose
+    prompts."""
 
     insecure: bool = False
     """Publish without authentication, even beyond loopback or with token ids."""

@@ -21,7 +21,7 @@ def serve(cache, path, session="", hint=None, now=0.0, output=0):
 
 
 def make_room(cache, count, now=0.0):
-    """Take this many blocks and return them, so that others are evicted."""
+    """Take this many blocks and return them, so that other blocks are evicted."""
     slots = cache.take(count, now=now)
     assert slots is not None
     cache.free(slots)

@@ -258,7 +258,7 @@ def test_new_sessions_are_kept_while_old_ones_that_are_over_have_taught_too_litt
 
 
 class ExpectedNode(Node):
-    """A node that its client expects to use again before 10 s; it counts how often that is
+    """A node that its client expects to use again before 10 s. Counts how often this time is
     read."""
 
     num_reads = 0

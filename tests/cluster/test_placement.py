@@ -119,7 +119,7 @@ def test_one_sentence_says_why_an_instance_waits():
 
 
 def test_the_policy_is_a_sentence():
-    """A dry run prints it."""
+    """A dry run prints the policy as one sentence."""
     assert describe_policy(RaySpec()) == (
         "placement: the node with the fewest instances first, if it has room"
     )

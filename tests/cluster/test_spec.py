@@ -117,7 +117,7 @@ def test_a_dry_run_for_ray_says_what_each_instance_asks_for(tmp_path, capsys):
 
 
 def test_the_schema_in_the_project_is_the_one_of_the_code(capsys):
-    """`headwater up --schema > deploy/cluster.schema.json` updates it."""
+    """`headwater up --schema > deploy/cluster.schema.json` updates the file."""
     assert main(["up", "--schema"]) == 0
     assert capsys.readouterr().out.encode() == schema()
     assert (ROOT / "deploy/cluster.schema.json").read_bytes() == schema()

@@ -132,7 +132,7 @@ class Cluster:
         raise AssertionError((name, state, self.states(), self.lines))
 
     def until_runs(self, name, count):
-        """Wait until it was started so many times and is ready."""
+        """Wait until the process `name` was started `count` times and is ready."""
         for _ in range(500):
             if len(self.host.runs(name)) == count:
                 break
@@ -276,8 +276,8 @@ def test_instances_have_gpus_of_their_own():
 
 
 def test_an_instance_without_a_node_does_not_hold_the_others():
-    """The cluster is ready without it and restarts its other instances; it starts when a node
-    has room."""
+    """The cluster is ready without this instance and restarts the others; the instance starts
+    when a node has room."""
     cluster = Cluster()
     cluster.host.unplaced = {"decode-2"}
     cluster.start()
@@ -295,7 +295,7 @@ def test_an_instance_without_a_node_does_not_hold_the_others():
 
 
 def test_a_cluster_is_not_ready_while_a_role_has_no_instance():
-    """Without a prefill instance it could not answer; it stops when told to."""
+    """Without a prefill instance the cluster could not answer; it still stops when told to."""
     cluster = Cluster()
     cluster.host.unplaced = {"prefill-1"}
     cluster.thread.start()
@@ -308,7 +308,7 @@ def test_a_cluster_is_not_ready_while_a_role_has_no_instance():
 
 
 def test_an_instance_that_waits_for_a_node_can_be_scaled_away():
-    """Nothing of it is left."""
+    """Nothing of the instance is left."""
     cluster = Cluster()
     cluster.host.unplaced = {"decode-2"}
     cluster.start()
@@ -319,8 +319,8 @@ def test_an_instance_that_waits_for_a_node_can_be_scaled_away():
 
 
 def test_a_place_is_kept_until_the_process_is_not_started_again():
-    """A death or a rolling restart keeps it; a drain, a scale down and the last death give it
-    back."""
+    """A death or a rolling restart keeps the place; a drain, a scale down and the last death
+    give it back."""
     cluster = Cluster(restart=RestartSpec(max_restarts=1)).start()
     cluster.host.runs("decode-1")[-1].end()
     cluster.until("decode-1", "restarting")

@@ -176,7 +176,7 @@ def test_the_built_in_model_gives_the_tokens_of_transformers() -> None:
 
 @pytest.mark.slow
 def test_the_built_in_model_is_made_without_torch(tmp_path: Path) -> None:
-    """The process that only tokenises needs neither torch nor transformers."""
+    """A process that only tokenises makes the model without torch and transformers."""
     script = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from pathlib import Path; from headwater.device.builtin import LlamaShape, make_llama\n"

@@ -36,8 +36,8 @@ def test_products_of_heads(num_rows: int) -> None:
 @pytest.mark.parametrize("pairs", list(RotaryPairs))
 @pytest.mark.parametrize("num_rows", [1, 4, 20])
 def test_absorbed_queries(num_rows: int, pairs: RotaryPairs) -> None:
-    """Few rows in one kernel and many in two have the products of each head and its rotated
-    elements."""
+    """Few rows are computed in one kernel and many rows in two. The result has the products of
+    each head and its rotated elements."""
     heads, plain, latent, rotated = 6, 48, 80, 16
     packed = torch.randn(num_rows, heads * (plain + rotated) + 32, device=DEVICE).to(HALF)
     packed = packed[:, :-32]

@@ -210,8 +210,8 @@ def test_latents_are_normed_rotated_and_stored(pairs: RotaryPairs) -> None:
 def test_latents_are_stored_in_8_bits_as_a_cpu_stores_them(
     pairs: RotaryPairs, dtype: torch.dtype
 ) -> None:
-    """A token has one scale for its latent and its rotated part; very small and zero tokens
-    too. Nothing else is written."""
+    """A token has one scale for its latent and its rotated part, also if its elements are very
+    small or zero. Nothing else is written."""
     _, latent, rotated, block_tokens = SHAPES[1]
     size, tokens = latent + rotated, 3 * block_tokens - 5
     stored = torch.randn(tokens, size, device=DEVICE)

@@ -83,8 +83,8 @@ def test_a_prompt_attends_to_expanded_keys_and_values(heads: int) -> None:
 def test_a_whole_prompt_equals_one_in_chunks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt is expanded if it is computed at once, beside a decoding sequence, and not in
-    chunks. The log-probabilities agree, and so do those of the next token."""
+    """Beside a decoding sequence, a prompt is expanded if it is computed at once, and is not if
+    it is computed in chunks. Both give the same log-probabilities, also for the next token."""
     folder = save_family(name, tmp_path, max_position_embeddings=4096)
     model = load(folder, device="cuda", dtype="bfloat16")
     tokens = torch.randint(1, 128, (MIN_EXPANDED_TOKENS + 77,)).int().numpy()

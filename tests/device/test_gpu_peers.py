@@ -18,7 +18,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "swap_space_gib"
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both instances share it."""
+    """The peer token, which both instances share."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both instances share it."""
+    """The peer token, which both instances share."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
 
 

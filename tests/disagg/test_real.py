@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
-    """Both instances share it."""
+    """The peer token, which both instances share."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
 
 

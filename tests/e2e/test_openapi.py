@@ -24,7 +24,7 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-# Pausing would make every later generation wait for ever; it has its own tests.
+# Pausing would make every later generation wait for ever; a pause has its own tests.
 OPERATIONS = [
     (method, path)
     for path, operations in document()["paths"].items()

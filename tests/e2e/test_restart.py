@@ -58,7 +58,8 @@ def host_blocks(server):
 
 
 def kill_engine(server):
-    """Kill it and wait for the next one; return the seconds until it answered a request."""
+    """Kill the engine and wait for the next one; return the seconds until that one answered a
+    request."""
     victim = engine_of(server)
     begin_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)

@@ -209,7 +209,8 @@ def test_every_client_gets_an_error_at_once_when_the_engine_is_killed():
 
 
 def test_a_double_free_is_counted_and_ends_the_engine():
-    """Lesson 7: in production, too, clients get an error and `/metrics` counts it."""
+    """Lesson 7: in production, too, clients get an error and `/metrics` counts the double
+    free."""
 
     async def scenario():
         engine = await OwnedEngine(command=["tests.engine.careless"]).start()
@@ -410,8 +411,8 @@ def test_the_requests_of_a_worker_that_is_gone_are_aborted():
 
 
 def test_a_client_continues_with_the_next_engine():
-    """The first engine is killed; calls report that another one is being started, then it
-    serves."""
+    """The first engine is killed; calls report that another engine is being started; then that
+    engine serves."""
 
     async def scenario():
         async with running_engine() as first, running_engine() as second:

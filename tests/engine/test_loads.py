@@ -43,8 +43,8 @@ def test_a_hit_below_the_device_counts_for_the_tier_it_was_found_in() -> None:
 
 
 def test_a_storage_hit_counts_for_storage() -> None:
-    """Another engine on the same storage finds what this one wrote; lesson 40: writing it
-    again moves nothing."""
+    """Another engine on the same storage finds what the first one wrote; lesson 40: writing the
+    same blocks again moves nothing."""
     storage = make_storage()
     first = make_through(storage)
     first.run(make_request("a", PROMPT, max_tokens=1))

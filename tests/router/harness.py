@@ -112,7 +112,7 @@ class Instance:
         self.publisher.close()
 
     async def until_alive(self, count):
-        """Wait until it has this many sequences."""
+        """Wait until the instance has this many sequences."""
         async with asyncio.timeout(60):
             while self.service.live.num_sequences != count:  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0.01)
@@ -164,7 +164,7 @@ class Harness:
         return known
 
     async def ready(self, *instances):
-        """Wait until these are registered and their caches exactly known."""
+        """Wait until `instances` are registered and their caches are exactly known."""
         await self.until(
             lambda known: all(
                 known.get(entry.name, {}).get("trust") == "exact" for entry in instances

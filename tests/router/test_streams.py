@@ -97,7 +97,8 @@ def test_a_continued_stream_states_one_time_of_creation(path):
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_a_stream_without_a_last_event_is_passed_on_as_it_is(path):
-    """These formats have no [DONE]. Their end is no failure of the instance."""
+    """The formats of these paths have no [DONE]. The end of such a stream is no failure of the
+    instance."""
 
     async def scenario(harness):
         one = harness.add()

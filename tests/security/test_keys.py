@@ -323,7 +323,8 @@ def test_the_share_of_a_key_counts_for_its_requests(tmp_path):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [{"request_ids": ["mine"]}, {"abort_all": True}])
 def test_a_request_that_waits_for_the_engine_can_be_aborted(tmp_path, body, stream):
-    """It never reaches the engine; its client gets the same end as one that runs."""
+    """Such a request never reaches the engine; its client gets the same end as the client of a
+    running request."""
     path = write(tmp_path / "keys.json", {"name": "alice", "key": ALICE})
 
     async def scenario(harness):
@@ -350,7 +351,8 @@ def test_a_request_that_waits_for_the_engine_can_be_aborted(tmp_path, body, stre
 
 
 def test_a_stored_response_belongs_to_its_key(keys_file):
-    """Another key neither reads, continues nor deletes it, whichever salt it sends."""
+    """Another key can neither read, continue nor delete a stored response, whichever salt its
+    request has."""
 
     async def scenario(harness):
         async def ask(key, **fields):

@@ -130,8 +130,8 @@ class JoinedSteps(EchoEngine):
 
 
 def test_tokens_after_a_stop_string_do_not_count():
-    """They are not in the answer, its token ids or its usage, although the engine computed
-    them."""
+    """Such tokens are not in the answer, its token ids or its usage, although the engine
+    computed them."""
 
     async def scenario(harness):
         answer = (await harness.complete(stop=".", return_token_ids=True)).json()

@@ -28,7 +28,7 @@ class ServerProcess:
     _process: subprocess.Popen[bytes]
 
     def pause(self) -> None:
-        """Stop it with SIGSTOP: connected, and silent."""
+        """Stop the server with SIGSTOP: it stays connected, and is silent."""
         stand_still(self._process.pid)
 
     def go_on(self) -> None:

@@ -21,7 +21,8 @@ def fail(breaker: Breaker, times: int) -> None:
 
 
 def test_consecutive_failures_open_the_breaker() -> None:
-    """The breaker opens after the last of them, not before, and a success resets the count."""
+    """The breaker opens after the last of several failures in a row, and a success resets the
+    count."""
     breaker = Breaker(CONFIG, VirtualClock())
 
     fail(breaker, 2)

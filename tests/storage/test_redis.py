@@ -190,7 +190,7 @@ def test_a_server_that_evicts_stays_within_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisServer) -> None:
-    """The server expires it, and reading renews the time (lesson 43)."""
+    """The server expires a block, and reading the block renews its time (lesson 43)."""
     storage = open_redis(redis_server.url, ttl_s=1000.0, key_prefix="ttl:")
     keys = make_keys(2)
     write_run(storage, keys, BLOCK_BYTES)

@@ -93,8 +93,8 @@ def test_each_job_has_one_outcome():
 
 
 def test_a_deadline_then_quiet():
-    """Lesson 50: after TIMED_OUT the job's slots stay quarantined until QUIET, whatever it
-    reports meanwhile."""
+    """Lesson 50: after TIMED_OUT the job's slots stay quarantined until QUIET, whatever its
+    executor reports meanwhile."""
     harness = MoverHarness()
     harness.start(make_load(1))
     assert [harness.mover.wake_s] == [1.0]

@@ -65,8 +65,8 @@ def scenarios(*, quick: bool) -> Iterator[PricingScenario]:
 
 
 def measure_pricing(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time to the first token (p50, p95) with `priced`, divided by that of the better other
-    policy, by scenario."""
+    """Time to the first token (p50, p95) with `priced`, divided by that of the better of the
+    other two policies, by scenario."""
     seeds = _SEEDS[:1] if quick else _SEEDS
     return compare_policies(
         "pricing",

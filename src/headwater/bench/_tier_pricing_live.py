@@ -94,8 +94,8 @@ def measure_live_pricing(
     rounds: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time to the first token (p50, p95) with `priced`, divided by that of the better other
-    policy; medians of rounds."""
+    """Time to the first token (p50, p95) with `priced`, divided by that of the better of the
+    other two policies; medians of rounds."""
     return compare_policies(
         "live_pricing",
         (

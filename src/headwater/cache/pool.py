@@ -198,8 +198,7 @@ class SlotPool:
         self.num_reads += len(slots)
 
     def lose_read(self, slots: Slots) -> None:
-        """Count slots whose reader did not end in time: an executor that may still read
-        them."""
+        """Count slots whose reader did not end in time; that executor may still read them."""
         self.num_lost_reads += len(slots)
 
     def end_read(self, slots: Slots, was_lost: bool = False) -> None:

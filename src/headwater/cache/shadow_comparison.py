@@ -26,7 +26,7 @@ from headwater.cache.tiered import TieredCache
 from headwater.types import RequestId, Tier, WritePolicy
 
 _SAMPLE_BITS = 4
-"""One session in 2 ** 4, which is 16, is in the sample."""
+"""One session in 16 (2 ** 4) is in the sample."""
 
 _LONGEST = 4096
 """Longest path, in pieces, that the small caches accept; longer paths are cut."""

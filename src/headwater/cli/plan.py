@@ -58,7 +58,8 @@ def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
         "--picture",
         type=Path,
         metavar="DIR|FILE",
-        help="draw hits and first token by size of each tier: a .png or .svg file, or both in a folder",
+        help="draw hits and the time to the first token by size of each tier: a .png or .svg file, or "
+        "both in a folder",
     )
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.set_defaults(flags=flags)

@@ -346,7 +346,8 @@ def _add_output(group: _ArgumentGroup) -> None:
         "--picture",
         type=Path,
         metavar="DIR|FILE",
-        help="draw hits, first tokens, tiers and queue: a .png or .svg file, or both in a folder",
+        help="draw hits, times to the first token, tiers and queue: a .png or .svg file, or both "
+        "in a folder",
     )
     group.add_argument(
         "--step-by-step",

@@ -51,7 +51,8 @@ _MAX_QUIET_WAITS = 5
 """An instance that has no node after this many waits of `_PLACE_S` is reported as waiting."""
 
 _CLOSE_S = 5.0
-"""Longest time to wait at the end until the groups are removed, which needs Ray's head."""
+"""Longest time to wait at the end until the groups are removed. Only Ray's head can remove
+them."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

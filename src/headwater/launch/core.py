@@ -300,7 +300,7 @@ def _limit_threads(num_threads: int | None, *, num_ranks: int = 1) -> None:
 
 
 def _epoch() -> str:
-    """The id of the server, which outlives its engines, and of this engine."""
+    """The id of the server, which outlives its engines, and then an id of this engine alone."""
     server = os.environ.get(SERVER_ID_VARIABLE)
     own = secrets.token_hex(8)
     return own if server is None else f"{server}.{own}"

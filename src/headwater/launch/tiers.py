@@ -78,10 +78,10 @@ def host_blocks(config: EngineConfig, layout: KVLayout, *, claimed_bytes: int = 
 def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) -> int:
     """Size of the host tier without `--swap-space`, in whole GiB; 0 means no host tier.
 
-    On GPUs it is half of the free main memory, divided by the GPUs of the machine and times those
-    that this engine uses, at most 64 GiB for each, so that engines on all of them get the same size.
-    `free_bytes` is already within the limit of the control group. On a CPU it only buffers what storage
-    reads and writes.
+    On GPUs, each GPU of the machine has an equal part of half of the free main memory, at most
+    64 GiB. The size is the sum of the parts of the GPUs that this engine uses. So engines on
+    different GPUs do not take memory from each other. `free_bytes` is already within the limit
+    of the control group. On a CPU it only buffers what storage reads and writes.
     """
     if config.device == "cpu":
         size = min(free_bytes // 4, _MAX_CPU_BYTES)

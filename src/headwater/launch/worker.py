@@ -221,7 +221,7 @@ class Worker:
         return sum(side.in_flight for side in sides)
 
     async def _ping(self) -> None:
-        """Answer the supervisor, which shows that the event loop runs."""
+        """Answer the supervisor; the answer shows that the event loop runs."""
 
     def _set_router_health(self, health: dict[str, Any]) -> None:
         if self._service is not None:

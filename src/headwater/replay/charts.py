@@ -30,8 +30,8 @@ _SAVE: Mapping[str, Any] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": No
 
 
 def draw_report(report: Report, where: Path) -> list[Path]:
-    """Draw hits over time, first tokens, tiers and queue in one picture; return the files
-    written."""
+    """Draw hits over time, times to the first token, tiers and queue in one picture; return the
+    files written."""
     figure = new_figure(rows=2, columns=2)
     hits, first_tokens, tiers, queue = figure.axes
     _draw_hits(hits, report["hits_over_time"])

@@ -181,7 +181,7 @@ class SimInstance:
         return len(times)
 
     def _deadline_s(self) -> float:
-        """When a wait for a copy times out."""
+        """The next deadline of a copy, a wait or a hand-off; infinite if there is none."""
         peers = None if self.handoffs is None else self.handoffs.wake_s
         ends = (self.mover.wake_s, self.scheduler.wake_s, peers)
         return min((end for end in ends if end is not None), default=inf)

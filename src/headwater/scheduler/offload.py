@@ -26,7 +26,8 @@ from headwater.types import Tier
 
 _OFFLOAD_SHARE = 8
 """One device block in this many may be written to the host at once: enough for the blocks of
-several requests that end in one step, which are otherwise evicted unwritten."""
+several requests that end in one step. Otherwise such blocks are evicted before they are
+written."""
 
 _OFFLOAD_STEPS = 2
 """The blocks that this many steps compute may always be in flight to the host, within

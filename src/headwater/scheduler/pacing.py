@@ -1,5 +1,5 @@
-"""How many prompt tokens a step computes in addition to decodes, which prompts come first, and how
-long loads take beside the steps.
+"""The number of prompt tokens that a step computes in addition to decodes, the order of
+prompts, and the time that loads take beside the steps.
 
 Every token of a prompt makes the step longer, and all decoding sequences wait for the step.
 With a target for the time between tokens, the step takes as many prompt tokens as fit into the
@@ -79,10 +79,11 @@ class StepCosts(NamedTuple):
     """Measured costs of recent steps, in seconds."""
 
     decode_s: float = 0.0
-    """A step without prompts, with about as many rows as the last one; 0 means unknown."""
+    """Time of a step without prompts, with about as many rows as the last step; 0 means
+    unknown."""
 
     token_s: float = 0.0
-    """One more prompt token without context; 0 means unknown."""
+    """Time of one more prompt token without context; 0 means unknown."""
 
     overhead_s: float = 0.0
     """Time of a step with decodes and prompts, without the time of its prompt tokens."""
