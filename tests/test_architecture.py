@@ -21,7 +21,7 @@ LONGEST_KERNEL = 550
 WORD_ENDING = re.compile(r"(ings?|ers?|ors?|ed|ies|es|s|e|y)$")
 
 SIMILAR_MODULES: set[tuple[str, str, str]] = set()
-"""Pairs that are still to be renamed. It stays empty."""
+"""Pairs that are still to be renamed. This set stays empty."""
 
 
 CALLED_BY_OTHERS = {"capture_signals", "lease_end_s"}

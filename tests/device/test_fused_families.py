@@ -84,7 +84,8 @@ def test_the_last_layer_of_some_rows_equals_that_of_all(
 
 
 def test_layers_without_rotary_embedding_are_fused(tmp_path: Path) -> None:
-    """A model whose layers differ from each other, like a published SmolLM3."""
+    """A model whose layers differ from each other, like a published SmolLM3, gives the tokens
+    of `generate`."""
     folder = save_family("smollm3", tmp_path, no_rope_layers=[1, 0])
     model = fused(load(folder, packed=False))
     assert model is not None

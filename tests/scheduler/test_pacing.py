@@ -33,8 +33,8 @@ def prompt(num_tokens, family):
 
 
 def test_a_step_with_decodes_takes_the_prompt_tokens_that_fit_its_target():
-    """Forty milliseconds less the decodes hold tokens of 20 microseconds each; a step takes at
-    least 128."""
+    """Beside the decodes, a target of 40 ms has room for tokens of 20 microseconds each; a step
+    takes at least 128 tokens."""
     target = ItlTarget(min_s=0.040)
 
     assert target.chunk_tokens(StepCosts(decode_s=0.008, token_s=20e-6)) == 1472

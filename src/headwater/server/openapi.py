@@ -120,7 +120,9 @@ def _paths() -> dict[str, _Path]:
         ),
         "/health": _get("Whether the engine is alive; cheap.", answers.Health, (503,)),
         "/health_generate": _get(
-            "Whether the engine can generate; runs the model.", answers.Health, (401, 429, 499, 503)
+            "Whether the engine can generate; runs the model.",
+            answers.Health,
+            (401, 429, 499, 503),
         ),
         "/version": _get("The version of the server.", answers.Version, plain),
         "/metrics": {"get": _operation("A Prometheus scrape.", _plain_text(), plain)},
