@@ -290,7 +290,7 @@ def test_there_is_a_victim_whenever_nothing_is_leased():
 
 
 def test_a_leased_block_is_never_evicted():
-    """A pin covers the whole path; only blocks after it can be evicted."""
+    """A pin covers the whole path; only blocks after the path can be evicted."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3, 4))
     lease = cache.lease(cache.match(make_path(1, 2)), owner="r", now=0.0)

@@ -1,8 +1,8 @@
 """Imported by every GPU test: skips it without a GPU, and names the device.
 
 Without a GPU, tests of attention and row kernels can run in Triton's interpreter on a CPU
-(`TRITON_INTERPRET=1` and an installed Triton; scripts/nightly does it). It computes the same numbers, thousands of times
-slower, and finds no races.
+(`TRITON_INTERPRET=1` and an installed Triton; scripts/nightly does it). The interpreter
+computes the same numbers, thousands of times slower, and finds no races.
 """
 
 import os

@@ -115,7 +115,7 @@ def test_free_buffers_are_filled_from_the_end_when_many_rows_have_left(pool: KVP
 def test_a_shared_prefix_is_in_one_buffer_until_others_need_it(
     pool: KVPool, buffers: ContiguousKV
 ) -> None:
-    """Only a row's own blocks are copied; the rest follows when rows no longer share it."""
+    """Only a row's own blocks are copied; the prefix follows when rows no longer share it."""
     tables = np.array([[5, 2, 1], [5, 2, 3]])
     contexts = np.array([11, 11])
     placed, _ = buffers.place(NAMES, tables, contexts, shared_blocks=2)

@@ -117,8 +117,8 @@ def test_a_copy_releases_the_gil():
 
 
 def test_pages_are_made_for_the_host_tier_only():
-    """The pages of the host tier are allocated before blocks are written to them; staging buffers
-    of links are small and get theirs when they are used."""
+    """The pages of the host tier are allocated before blocks are written to them; staging
+    buffers of links are small and get their pages when they are used."""
     model: Any = PoolShape(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
     pool = KVPool(model, num_blocks=1, block_tokens=4)
     runner: Any = None  # copies on a CPU do not need it

@@ -112,8 +112,8 @@ def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
 def test_an_offload_follows_the_write_it_copies(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lesson 21: a block that queued work writes is copied after that work. Without the
-    dependency the old bytes are copied, so this test detects it."""
+    """Lesson 21: a block that queued work writes is copied after that work. A copy that
+    does not wait copies the old bytes: so this test detects a missing wait."""
     harness = GpuCopierHarness()
     if not ordered:
         monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
@@ -158,8 +158,8 @@ def test_many_jobs_both_ways_beside_the_model() -> None:
 
 
 def test_neighbours_are_one_copy_within_a_piece() -> None:
-    """Slots are adjacent on both sides; a run ends where either side does, or where another
-    piece begins."""
+    """A run is slots that are adjacent on both sides; it ends before a gap on either side, and
+    where another piece begins."""
     host, device = np.array([3, 4, 5, 6, 9, 8]), np.array([0, 1, 2, 7, 8, 9])
 
     starts, counts = runs(host, device, host // 5)

@@ -167,7 +167,8 @@ def test_a_device_reads_main_memory_that_it_cannot_write() -> None:
 
 
 def test_memory_of_the_same_device_is_near() -> None:
-    """Memory of the receiver's own device is reported as near; such frames are larger."""
+    """Memory of the receiver's own device is reported as near; frames of such memory are
+    larger."""
     pool = make_pool(seed=1)
     pages: Any = pool.pages
     peer = CudaBlocks(make_pool()).map_peer(pages.file, pages.num_bytes)

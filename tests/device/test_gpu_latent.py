@@ -236,7 +236,8 @@ def test_latents_are_stored_in_8_bits_as_a_cpu_stores_them(
     latents = plain[slots[live], LAYER, 0, live % block_tokens]
     expected.write(rows[LAYER], torch.arange(len(live), device=DEVICE), latents, latents)
     if IS_INTERPRETED:
-        # It rounds ties up, and numbers below a power of two or of the smallest exponent wrongly.
+        # The interpreter rounds ties up, and rounds numbers below a power of two or of the
+        # smallest exponent wrongly.
         steps = (pool.blocks.int() - expected.blocks.int()).abs()
         is_known = (expected.blocks & 7 > 0) & (expected.blocks & 0x78 > 0)
         assert int(steps[is_known].max()) <= 1

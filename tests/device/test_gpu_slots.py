@@ -18,7 +18,8 @@ from tests.device.test_gpu_layerwise import BLOCKS, model  # noqa: E402
 __all__ = ["model", "pytestmark"]
 
 LATE_CYCLES = 200_000_000
-"""A tenth of a second or so: the load is over before the step it overtakes begins."""
+"""A tenth of a second or so: long enough that the load ends before the step that it
+overtakes begins."""
 
 
 class Tables:
@@ -85,8 +86,8 @@ def test_loaded_blocks_stay_what_they_are(model: LoadedModel) -> None:
 def test_without_the_order_of_freeing_a_step_overwrites_loaded_blocks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If slots are freed while a step uses them, the test above fails, so it does detect the
-    order."""
+    """If slots are freed while a step uses them, loaded blocks change: the test above detects
+    this."""
     finish_later = ResultApplier.finish
 
     def finish_now(self: ResultApplier, sequence: Sequence, reason: str, now: float) -> None:

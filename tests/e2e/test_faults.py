@@ -140,8 +140,8 @@ def check_whole(server: LiveServer) -> None:
 def store(server: LiveServer, name: str) -> str:
     """A salt under which all blocks of the first prompt are only in storage.
 
-    A pool offers the memory of a dead member until it misses its heartbeats (10 s by default);
-    such writes fail, and then the breaker waits before it tries again.
+    A pool offers the memory of a dead member until the member's heartbeats are missed (10 s by
+    default); such writes fail, and then the breaker waits before it tries again.
     """
     attempts = itertools.count()
     give_up = time.monotonic() + STORABLE_WITHIN_S

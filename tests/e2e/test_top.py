@@ -41,7 +41,8 @@ pseudo-terminal."""
 @contextlib.contextmanager
 def top_in_terminal(url, *, interval):
     """`headwater top` in a pseudo-terminal of 150 columns: our end of the terminal, and the
-    process. It is killed at the end, because it would wait for a terminal that is not read."""
+    process. The process is killed at the end, because it would wait for a terminal that is not
+    read."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
     with subprocess.Popen(

@@ -234,8 +234,8 @@ def end_fifo(fifo: Path) -> None:
 
 
 def stop_lookups(folder: Path) -> Callable[[], None]:
-    """Put a file into the directory that blocks every process that opens it while it looks for
-    blocks of other processes."""
+    """Put a file into the directory that blocks every process that opens the file. A process
+    opens it to look for blocks of other processes."""
     fifo = folder / "stopped.table"
     os.mkfifo(fifo)
     return lambda: end_fifo(fifo)

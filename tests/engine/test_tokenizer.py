@@ -114,7 +114,8 @@ def test_templates_of_the_field_work(tmp_path):
 
 
 def test_a_template_may_be_a_file_of_its_own(tmp_path):
-    """chat_template.jinja wins over tokenizer_config.json, as transformers writes it."""
+    """transformers writes the template to chat_template.jinja, which wins over
+    tokenizer_config.json."""
     folder = make_tokenizer_folder(tmp_path)
     (folder / "chat_template.jinja").write_text("own file")
 

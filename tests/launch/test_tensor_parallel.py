@@ -85,8 +85,8 @@ def test_a_rank_that_hangs_is_found_by_the_watchdog_and_one_that_dies_at_once(
     two_ranks: LLM,
 ) -> None:
     """If a rank is stopped, the step waits until the watchdog ends it. If a rank is killed, the
-    step fails with a message that names the rank. It is the last test, because the ranks are
-    lost."""
+    step fails with a message that names the rank. This is the last test with these ranks,
+    because they are lost."""
     core = two_ranks.core
     reasons: list[str] = []
     error: list[str] = []

@@ -69,7 +69,7 @@ def test_a_quiet_cluster_keeps_a_conversation_together():
 
 
 def test_recent_work_decays_with_time():
-    """Recent work falls to a third after its mean life."""
+    """Recent work falls to 1/e after its mean life."""
     work = RecentWork()
     work.add(1000, now=5.0)
     work.add(1000, now=5.0)
@@ -86,8 +86,8 @@ def test_a_short_rest_is_prefilled_where_it_is_decoded():
 
 
 def test_a_prefill_instance_that_cannot_keep_up_is_helped():
-    """Lesson 56: the decode instance computes a prompt when the prefill instance has too many
-    tokens more to compute than it has itself."""
+    """Lesson 56: the decode instance computes a prompt when the prefill instance has far more
+    tokens to compute than the decode instance has."""
     assert not is_swamped(BACKLOG_TOKENS, 0)
     assert is_swamped(BACKLOG_TOKENS + 1, 0)
     assert not is_swamped(BACKLOG_TOKENS + 1, 1)

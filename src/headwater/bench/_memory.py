@@ -31,7 +31,7 @@ class MemorySamples:
 
     Pages of mapped memory become resident when they are first used, so resident memory
     approaches the mapped memory for a long time, even if nothing leaks; Python keeps such pages
-    in its own pools. With PYTHONMALLOC=malloc all its memory comes from the C library:
+    in its own pools. With PYTHONMALLOC=malloc all memory of Python comes from the C library:
     `malloc_mib` then counts every byte in use, and `rss_mib` only pages with a byte in use.
     """
 

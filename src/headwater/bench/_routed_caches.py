@@ -82,8 +82,8 @@ class RoutedCache:
 
 
 def measure_router(trace: Path | None, quick: bool, num_routers: int = 2) -> dict[str, Any]:
-    """Block hits and balance of each policy, the same with `num_routers` routers side by side,
-    and the hits of one pool. Without a trace the requests are synthetic."""
+    """Block hits and balance of each policy, those of `cache_aware` with `num_routers` routers
+    side by side, and the hits of one pool. Without a trace the requests are synthetic."""
     limit = _QUICK_REQUESTS if quick else None
     requests = (
         make_sessions(limit or 10_000, seed=0) if trace is None else read_trace(trace, limit)

@@ -198,7 +198,7 @@ def _pin(pid: int) -> int:
 
 
 def _cores() -> tuple[set[int], set[int]]:
-    """The first core, and the others; the same if there is only one."""
+    """The first core, and the other cores. If there is only one core, it is in both sets."""
     every = os.sched_getaffinity(os.getppid())
     first = {min(every)}
     return first, every - first or every

@@ -88,7 +88,8 @@ class StoppableServer:
 
 
 class StoppableDirectory:
-    """A directory, stopped by the two means above."""
+    """A directory whose lock is held and whose files are watched by fanotify while it is
+    stopped."""
 
     def __init__(self, path: Path) -> None:
         self.backend = "file"

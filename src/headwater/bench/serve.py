@@ -118,7 +118,8 @@ def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
 
 
 def ratios(rows: list[Row]) -> list[Row]:
-    """Headwater over each other engine, for each case that both ran."""
+    """Results of Headwater divided by those of each other engine, for each case that both
+    ran."""
     found = []
     for row in rows:
         if row["engine"] == "headwater":
@@ -132,7 +133,8 @@ def ratios(rows: list[Row]) -> list[Row]:
 
 
 def constrained_ratios(rows: list[Row]) -> list[Row]:
-    """Results with a schema over results without, for each engine and case that ran both."""
+    """Results with a schema divided by those without, for each engine and case that ran
+    both."""
     found = []
     for row in rows:
         key = {name: row[name] for name in ("model", "concurrency", "cache", "engine")}

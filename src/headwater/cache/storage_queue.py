@@ -84,8 +84,8 @@ class StorageQueue:
         return iter(self._entries)
 
     def add(self, node: Node, now: float) -> bool:
-        """Queue the host blocks of `node` that storage does not have, or rank it again. Returns
-        whether it has any."""
+        """Queue the host blocks of `node` that storage does not have, or rank the node again.
+        Returns whether there are such blocks."""
         if len(node.host) <= node.num_stored or node.gone:
             return False
         before = self._entries.get(node)

@@ -88,8 +88,9 @@ def _nearness(role: str, here: Sequence[str]) -> tuple[float, ...]:
     """Lower is nearer, for an instance of this role beside those of the roles `here`.
 
     A decode instance goes where prefill instances are, first where most of them have no decode
-    instance. A prefill instance goes only where a decode instance has none; else it is placed as
-    `strategy` says, and decode instances follow.
+    instance. A prefill instance goes where there are more decode than prefill instances. All
+    other nodes are equally near to it: `strategy` chooses among them, and decode instances
+    follow.
     """
     num_prefill, num_decode = here.count("prefill"), here.count("decode")
     if role == "decode":

@@ -244,7 +244,8 @@ class RayHost:
         return RayProcess(self, process, run, tell, turn=turn, next_turn=self._turn)
 
     def _attach_again(self) -> None:
-        """Connect to another node. If there is none, the start fails, and the next one tries."""
+        """Connect to another node. If there is none, this start fails, and the next start tries
+        again."""
         with self._lock:
             self._groups.clear()
             self._placed.clear()

@@ -145,9 +145,9 @@ class EngineLives:
         return await engine.wait()
 
     def _settings(self) -> EngineConfig:
-        """Settings of the next engine. After the first one, storage that is down does not keep
-        an engine from starting. On a CPU, free memory is smaller than it was before the host tier
-        filled, so the number of device blocks is that of the first engine."""
+        """Settings of the next engine. From the second engine on, storage that is down does not
+        keep an engine from starting. On a CPU, free memory is smaller than it was before the
+        host tier filled, so the number of device blocks is that of the first engine."""
         if not self._num_device_blocks:
             return self.engine_config
         config = replace(self.engine_config, storage_is_optional=True)

@@ -1,5 +1,5 @@
 """The supervisor: the process of `headwater serve`. It is small, has no torch, and outlives the
-others.
+other processes.
 
 It owns the listening port, the memory of the host tier, the engine process and the HTTP workers:
 
@@ -8,8 +8,8 @@ It owns the listening port, the memory of the host tier, the engine process and 
                  └── HTTP worker 1 …
 
 When the engine dies, the supervisor logs the reason, keeps port and memory, and starts another
-one. When a worker dies, it is replaced. When the supervisor dies, all of them end. See decision
-18.
+one. When a worker dies, it is replaced. When the supervisor dies, all other processes end. See
+decision 18.
 """
 
 import asyncio

@@ -81,7 +81,7 @@ def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) 
     On GPUs, each GPU of the machine has an equal part of half of the free main memory, at most
     64 GiB. The size is the sum of the parts of the GPUs that this engine uses. So engines on
     different GPUs do not take memory from each other. `free_bytes` is already within the limit
-    of the control group. On a CPU it only buffers what storage reads and writes.
+    of the control group. On a CPU the host tier only buffers what storage reads and writes.
     """
     if config.device == "cpu":
         size = min(free_bytes // 4, _MAX_CPU_BYTES)

@@ -231,9 +231,9 @@ class Admission:
         return num_waiting
 
     def _keep_found(self, num_left: int, now: float) -> None:
-        """Make the cached blocks that sequences near the head of the queue would find the most
-        recently used: under overload they would be evicted before those sequences start. A
-        sequence with a load in flight is skipped, because the load keeps its blocks."""
+        """Mark the cached blocks of sequences near the head of the queue as most recently used:
+        under overload they would be evicted before those sequences start. A sequence with a
+        load in flight is skipped, because the load keeps its blocks."""
         waiting = self._table.waiting
         num_changes = waiting.version - self._near_version
         if not num_left or num_changes * _NEAR_LOOKS < self._num_near:

@@ -67,8 +67,7 @@ class BlockAllocator:
         return self._cache.config.device_blocks + self._cache.config.host_blocks
 
     def keep_found(self, sequence: Sequence, now: float) -> None:
-        """Make the cached blocks that the waiting `sequence` would find the most recently
-        used."""
+        """Mark the cached blocks of the waiting `sequence` as most recently used."""
         match = self.match(sequence)
         if match is not None:
             self._cache.refresh(match, now=now)

@@ -122,7 +122,7 @@ class Sequence:
     """Whether its prompt is counted in the hit statistics already."""
 
     found_is_kept: bool
-    """Whether the blocks that it would find became the most recently used while it waited."""
+    """Whether its cached blocks were marked as most recently used while it waited."""
 
     is_held: bool
     """Whether a step in flight continues from a token that was not sampled. Its result is
@@ -169,7 +169,7 @@ class Sequence:
         # A grammar alone says when an output is complete.
         min_tokens = 0 if request.params.grammar else request.params.min_tokens
         self.min_stop = self.answer_start + min_tokens
-        """With fewer tokens than this, a stop token does not end it."""
+        """With fewer tokens than this, a stop token does not end the sequence."""
         self.max_computed = num_tokens_end - 1
         """KV is never needed for more tokens: the last token is sampled and not computed."""
         self.max_committed = max_committed

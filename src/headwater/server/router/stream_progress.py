@@ -84,8 +84,8 @@ class StreamProgress:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a stream whose format has no last event ended with its response, or with an
-        error that no other instance would avoid."""
+        """Whether a stream has ended although its format has no last event: all its choices
+        have ended, or an error came that no other instance would avoid."""
         return not self.style.last and (self.is_whole or self._is_unmarked)
 
     @property
