@@ -64,7 +64,7 @@ def test_a_router_that_refuses_does_not_end_an_instance_that_another_accepts():
 
 
 def test_an_instance_that_every_router_refuses_ends():
-    """A setting of the instance is wrong, so it reports which router refused and why."""
+    """The instance has a wrong setting, so it reports which router refused and why."""
 
     async def scenario(harness):
         other = Harness(peer_token="another-secret")

@@ -82,7 +82,7 @@ def open_runner(  # noqa: PLR0913 -- sizes, each by its name
     try:
         from headwater.device.gpu.kernel_cache import CompilationCounter, use_kernel_cache
 
-        log.info("kernels are kept in folder=%s", use_kernel_cache(model.device))
+        log.info("kernels are kept in a folder: path=%s", use_kernel_cache(model.device))
         compilations = CompilationCounter()
         compilations.install()
         from headwater.device.gpu.runner import CudaRunner
@@ -129,7 +129,7 @@ def open_follower(
         return TorchRunner(model, **sizes, contiguous_bytes=contiguous_bytes)
     from headwater.device.gpu.kernel_cache import use_kernel_cache
 
-    log.info("kernels are kept in folder=%s", use_kernel_cache(model.device))
+    log.info("kernels are kept in a folder: path=%s", use_kernel_cache(model.device))
     from headwater.device.gpu.rank_runner import FollowingCudaRunner
 
     runner = FollowingCudaRunner(model, **sizes)
@@ -159,7 +159,7 @@ def prepare_device(runner: Runner, copier: DeviceCopier | None) -> Callable[[], 
         log.warning("the host tier is still being pinned; requests are slower meanwhile")
     compilations = runner.compilations
     log.info(
-        "the device is prepared kernels=%d warm_s=%.1f pin_s=%.1f",
+        "the device is prepared: kernels=%d warm_s=%.1f pin_s=%.1f",
         compilations.num_before_ready if compilations else 0,
         warm_s - began_s,
         clock.now() - warm_s,

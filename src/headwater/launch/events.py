@@ -31,7 +31,7 @@ def open_events(
     if wanted.insecure:
         log.warning(
             "KV events are published without authentication: every process that can connect "
-            "learns which prefixes are cached%s endpoint=%s",
+            "learns which prefixes are cached%s: endpoint=%s",
             ", and the prompts themselves" if wanted.token_ids else "",
             wanted.endpoint,
         )

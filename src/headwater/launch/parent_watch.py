@@ -1,7 +1,8 @@
 """Ends this process when the process that started it dies, for whatever reason.
 
-`headwater up` gives each child the read end of a pipe and keeps the write end. When it dies, even
-from SIGKILL, the system closes the write end, and the children see the end of the pipe.
+`headwater up` gives each child the read end of a pipe and keeps the write end. When
+this command dies, even from SIGKILL, the system closes the write end, and the children see the end
+of the pipe.
 """
 
 import os

@@ -83,7 +83,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error(
-        "unexpected error method=%s path=%s", request.method, request.url.path, exc_info=error
+        "unexpected error: method=%s path=%s", request.method, request.url.path, exc_info=error
     )
     answer = ErrorAnswer(
         error=ErrorObject(

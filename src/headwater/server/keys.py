@@ -129,10 +129,10 @@ class KeyRing:
             self._stamp = _stamp(self._path)
             keys = _read(self._path)
         except ConfigError as exc:
-            log.error("API keys not reloaded; the previous keys stay valid error=%s", exc)
+            log.error("API keys not reloaded; the previous keys stay valid: error=%s", exc)
             return
         self._keys = [*self._single, *keys]
-        log.warning("API keys reloaded file=%s keys=%d", self._path, len(keys))
+        log.warning("API keys reloaded: file=%s keys=%d", self._path, len(keys))
 
     def _reload_if_changed(self) -> None:
         now = self._clock.now()

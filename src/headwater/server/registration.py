@@ -178,7 +178,7 @@ class Registrar:
         self._backoff_s = _RETRY_S
         before = self._service.router_health.get(self._router)
         if before is None or not before.registered:
-            log.info("registered router=%s", self._router)
+            log.info("registered: router=%s", self._router)
         self._report(RouterHealth(url=self._router, registered=True))
         return heartbeat_s
 
@@ -192,7 +192,7 @@ class Registrar:
     def _retry(self, error: str, pause_s: float) -> float:
         before = self._service.router_health.get(self._router)
         if before is None or before.registered or before.error != error[:500]:
-            log.warning("heartbeat failed router=%s error=%s", self._router, error)
+            log.warning("heartbeat failed: router=%s error=%s", self._router, error)
         self._report(RouterHealth(url=self._router, registered=False, error=error[:500]))
         return pause_s
 

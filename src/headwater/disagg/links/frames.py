@@ -84,7 +84,7 @@ def announce(piece: BlockPiece) -> SentPiece:
 
 
 def describe(piece: BlockPiece, view: memoryview) -> SentPiece:
-    """The piece of a block with its checksum, for which it reads the block once."""
+    """The piece of a block with its checksum. Computing the checksum reads the block once."""
     return SentPiece(piece.index, piece.slot, piece.num_bytes, checksum(view))
 
 

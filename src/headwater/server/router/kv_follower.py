@@ -82,7 +82,7 @@ class KvEventFollower:
             _, sequence, payload = frames
             return self._instance.view.apply(unpack_sequence(sequence), decode_batch(payload))
         except (ValueError, msgspec.DecodeError) as exc:
-            log.warning("malformed KV event instance=%s error=%s", self._instance.name, exc)
+            log.warning("malformed KV event: instance=%s error=%s", self._instance.name, exc)
             return EventBatchResult.GAP
 
     async def _catch_up(self, address: EventsAddress) -> None:
@@ -109,7 +109,7 @@ class KvEventFollower:
             self._instance.view.apply_replayed(unpack_sequence(sequence), decode_batch(payload))
         except (ValueError, msgspec.DecodeError) as exc:
             log.warning(
-                "malformed KV event replay instance=%s error=%s", self._instance.name, exc
+                "malformed KV event replay: instance=%s error=%s", self._instance.name, exc
             )
         return False
 
