@@ -376,7 +376,7 @@ def test_an_owner_is_told_after_the_cache_has_applied_the_outcome():
 
 
 def test_a_deferred_outcome_is_applied_later():
-    """While a step in flight uses the slots of a job, its end changes nothing."""
+    """While a step in flight uses the slots of a job, the end of the job changes nothing."""
     cache = make_on_host()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     cache.defer_job(plan.job)

@@ -200,7 +200,7 @@ def _module(pid: int) -> str:
 
 
 def _level(sizes: Sequence[int], at: float) -> float:
-    """The median over a tenth of the samples, around the share `at` of the run."""
+    """The median over a tenth of the samples. Their middle is at this share of the run."""
     reach = max(1, len(sizes) // 20)
     middle = round(at * len(sizes))
     return median(sizes[max(0, middle - reach) : middle + reach])

@@ -133,7 +133,8 @@ class StorageQueue:
                 self._entries.pop(node, None)
 
     def divide(self, head: Node, tail: Node) -> None:
-        """A node was split: the head is queued like the tail, each if it has host blocks."""
+        """A node was split: the head gets the rank of the tail. A half without host blocks is
+        not queued."""
         entry = self._entries.get(tail)
         if entry is None:
             return

@@ -87,7 +87,7 @@ class RayProcess:
         turn: threading.Event,
         next_turn: threading.Event,
     ) -> None:
-        """The place is reserved when `turn` is set; `next_turn` is set then."""
+        """The thread waits for `turn`, reserves the place, and sets `next_turn`."""
         self._host, self._process, self._run, self._tell = host, process, run, tell
         self._turn, self._next_turn = turn, next_turn
         self._log = LogFile(host.logs / f"{process.name}.log")
@@ -181,7 +181,7 @@ class RayProcess:
             self._ended.wait(_POLL_S)
 
     def _result(self, call: object) -> Any:  # noqa: ANN401 -- what the actor's method returns
-        """The result of a call of the actor; nothing of use when the process was killed."""
+        """The result of a call of the actor; an empty one when the process was killed."""
         ray = _ray()
         while not ray.wait([call], timeout=_POLL_S)[0]:
             if self._ended.is_set():

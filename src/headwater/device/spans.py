@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class SpanLengths:
-    """Lengths of the buffers of one step, in buffers of one width."""
+    """How many tokens each buffer of a step has. All buffers have the same `width`."""
 
     def __init__(self, lengths: Tensor, *, width: int, kv_heads: int) -> None:
         self.lengths = lengths

@@ -25,8 +25,8 @@ from headwater.scheduler.request import Request, SequenceOutput
 log = logging.getLogger(__name__)
 
 _MAX_PENDING = 256
-"""Maximum number of requests that wait to be written. More are dropped and counted; no request
-waits."""
+"""Maximum number of requests that wait to be written. Further requests are dropped and counted;
+no request waits."""
 
 _KEY_HEX = 16
 _CLOSE_S = 5.0

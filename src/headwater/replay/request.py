@@ -31,7 +31,8 @@ class SimRequest:
     """Prompt tokens that the instance which computes its prompt is expected to compute."""
 
     work: Work | None = None
-    """The work of an instance, which includes this request until its first token."""
+    """The outstanding work of the instance that computes the prompt. This request is part of it
+    until its first token."""
 
     first_s: float | None = None
     """Time of its first token."""

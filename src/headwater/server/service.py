@@ -114,7 +114,7 @@ class LiveRequests:
     @asynccontextmanager
     async def waiting(self, ids: Sequence[RequestId]) -> AsyncIterator[asyncio.Timeout]:
         """A context in which the sequences wait for a place in the engine. `abort_waiting` ends
-        it early; the timeout that it yields has an end (`when`) then."""
+        the wait early: then the timeout that this context yields has an end (`when`)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as wait:
                 self._waits |= dict.fromkeys(ids, wait)

@@ -62,7 +62,7 @@ class Breaker:
     """The state machine. Thread-safe; time comes from the given clock."""
 
     def __init__(self, config: BreakerConfig, clock: Clock, name: str = "calls") -> None:
-        """`name` is shown in log lines, as the calls that this breaker stops."""
+        """`name` describes in log lines which calls this breaker stops."""
         self._config = config
         self._clock = clock
         self._name = name

@@ -57,8 +57,8 @@ class RankGroup:
         return whole
 
     def join_columns(self, x: Tensor, total: int) -> Tensor:
-        """The ranks' parts of the last dimension side by side, `total` wide. On ranks other
-        than 0 the result is undefined on CPUs."""
+        """The ranks' parts of the last dimension side by side, `total` wide. On CPUs only rank
+        0 has the result."""
         if x.device.type == "cuda" and not self.can_capture:
             return self._sum_columns(x, total)
         width = -(-total // self.size)

@@ -108,12 +108,12 @@ _COPIED = struct.Struct("<q?d")
 
 
 def pack_copied(completion: JobCompletion) -> bytes:
-    """The end of a copy; its job is the serial number."""
+    """The end of a copy, whose serial number is the job of `completion`."""
     is_done = completion.status is JobStatus.DONE
     return _COPIED.pack(completion.job, is_done, completion.busy_s)
 
 
 def unpack_copied(payload: memoryview) -> tuple[int, bool, float]:
-    """Serial number, whether it succeeded, and how long it took."""
+    """Serial number of a copy, whether the copy succeeded, and how long it took."""
     serial, is_done, busy_s = _COPIED.unpack(payload)
     return serial, is_done, busy_s
