@@ -347,6 +347,17 @@ def test_bench_help_has_a_line_for_each_benchmark(capsys):
         assert re.search(rf"^  {name} +\w.{{20,}}$", out, re.MULTILINE), name
 
 
+@pytest.mark.parametrize("words", [["storage", "verify"], ["demo"], ["status"]])
+def test_help_begins_with_the_command_to_type_and_says_what_it_does(words, capsys):
+    """The usage line has the command and no placeholder; a sentence follows it."""
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    usage, _, sentence = capsys.readouterr().out.partition("\n\n")
+
+    assert usage.startswith(f"usage: headwater {' '.join(words)} [-h]")
+    assert re.match(r"[A-Z].*\.$", sentence.partition("\n\n")[0], re.DOTALL)
+
+
 def test_a_closed_pipe_prints_no_traceback():
     """`headwater … | head` ends silently when its reader has gone."""
     process = subprocess.Popen(

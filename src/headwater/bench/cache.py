@@ -1,4 +1,4 @@
-"""`headwater bench cache`: the cost of the decision core, without an engine.
+"""`headwater bench cache`: the cost of cache decisions, without an engine.
 
 Replays requests through the cache alone: match, lease, take, commit, grow by the output,
 release. Tokens are made before each request, outside the measured time, like those of a

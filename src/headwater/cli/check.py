@@ -89,7 +89,7 @@ def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         "--gpu-memory-utilization",
         type=number_value,
         metavar="SHARE",
-        help="share of the memory beside the weights for KV blocks (0.9 of a GPU's, else 0.5)",
+        help="share of the memory that is free after the weights, for KV blocks (default: as for serve)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",

@@ -30,7 +30,7 @@ def add_cluster_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
         "members",
         nargs="*",
         metavar="NAME",
-        help="instances to restart, one after the other (default: all)",
+        help="instances to restart (default: all that were not drained by hand)",
     )
     parsers["restart"].add_argument(
         "-f", "--file", type=Path, metavar="FILE", help="cluster file with the new flags"

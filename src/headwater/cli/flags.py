@@ -181,7 +181,9 @@ def _add_model(parser: ArgumentParser) -> None:
     group.add_argument(
         "--device",
         default=_ENGINE.device,
-        help=help_text("where the model runs; with several ranks also a list, one for each"),
+        help=help_text(
+            "cpu, cuda or cuda:N; with several ranks also a list, one for each rank"
+        ),
     )
     group.add_argument(
         "--tensor-parallel-size",

@@ -45,7 +45,7 @@ def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
     _add_sweep(parser)
     add_load(parser.add_argument_group("load"))
     add_machine(parser.add_argument_group("machine"))
-    add_slo(parser.add_argument_group("promise"))
+    add_slo(parser.add_argument_group("latency target"))
     group = parser.add_argument_group("work and output")
     group.add_argument(
         "--jobs",

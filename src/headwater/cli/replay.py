@@ -102,7 +102,7 @@ def _add_policies(group: _ArgumentGroup) -> None:
 
 
 def add_slo(group: _ArgumentGroup) -> None:
-    """Add the flag for the promised latencies."""
+    """Add the flag for the bounds on latencies."""
     group.add_argument(
         "--slo",
         default="",

@@ -17,10 +17,10 @@ _ABOUT = """\
 Look into a directory of the file backend (--kvcache-storage-backend file). All of it can be
 done while servers use the directory: nothing that a living process owns is changed.
 
-  headwater storage stats DIR               how much is in it, by model
-  headwater storage ls DIR                  the slabs; with --blocks every block
+  headwater storage stats DIR               number and size of blocks, by model
+  headwater storage ls DIR                  the slab files; with --blocks every block
   headwater storage verify DIR              read every block and check its header and checksum
-  headwater storage verify DIR --repair     and free slots with damaged or duplicate blocks
+  headwater storage verify DIR --repair     the same, and free slots with damaged or duplicate blocks
   headwater storage prune DIR --to 10GiB    delete the oldest slabs that no process owns
 """
 
@@ -34,15 +34,19 @@ def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, prog="headwater storage"
+    )
     texts = {
-        "ls": "list slabs, oldest first",
-        "stats": "sums over the directory, by model",
+        "ls": "list the slab files, oldest first",
+        "stats": "number and size of blocks, by model",
         "verify": "read and check every block; exit 1 if a slot is damaged or duplicate",
         "prune": "delete slabs that no living process owns, oldest first",
     }
     for name, text in texts.items():
-        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        action = actions.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
         action.add_argument("directory", metavar="DIR", type=Path, help="storage directory")
         action.add_argument("--json", action="store_true", help="print JSON")
         if name == "ls":
