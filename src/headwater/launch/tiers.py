@@ -129,8 +129,8 @@ def describe_tiers(
     lines = [f"host    {num_host_blocks:,} blocks ({size}), empty; {written}"]
     if config.storage_backend is not None:
         lines.append(
-            f"storage {_storage(config)}; while it has room, it also gets the blocks written "
-            "to the host; looked up for each prompt that is not in memory"
+            f"storage {_storage(config)}; it also gets the blocks on the host, as fast as it accepts "
+            "them; looked up for each prompt that is not in memory"
         )
     bound = (
         "" if config.load_policy == "wait" else f", waits end after {config.load_timeout_s:g} s"
