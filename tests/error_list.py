@@ -31,7 +31,7 @@ _STATUS = {"RequestError": 400, "PromptTooLong": 400, "QueueFull": 429, "Request
 _HEAD = """\
 # Errors
 
-Every message that a client or an operator can get from Headwater on purpose, collected from the code.
+Every error message that a client or an operator can get, collected from the code.
 `{…}` stands for a value. An unexpected error is a 500 for clients, with details in the log.
 """
 
