@@ -209,6 +209,17 @@ def test_products_of_4_bit_weights(
     assert error(weight.plain(kind), matrix.dequantize(torch.float32).double()) < 5e-3
 
 
+def test_a_weight_that_cannot_be_copied_in_tiles_is_multiplied_otherwise() -> None:
+    """A weight at an address that the copy engine does not accept gives the same product."""
+    weight = make_weight("int4")
+    room = torch.empty(weight.codes.numel() + 8, dtype=torch.uint8, device=DEVICE)
+    moved = replace(weight, codes=room[8:].view(weight.codes.shape).copy_(weight.codes))
+    x = torch.randn(20, 2048, device=DEVICE).bfloat16()
+    assert not moved.is_multiplied(len(x))
+
+    assert error(moved.product(x), weight.product(x).double()) < 1e-2
+
+
 def greedy(model: LoadedModel, sizes: tuple[int, ...], runner: Any = None) -> list[int]:
     """Tokens of a prompt that is computed in pieces of these sizes."""
     driver = Driver(model, block_tokens=64, num_blocks=16, runner_class=runner)

@@ -42,7 +42,7 @@ class QuantizedWeight:
     """`[outputs]`, or `[outputs, groups]`; those of 4-bit codes are stored transposed."""
 
     zeros: Tensor | None = None
-    """Like the scales; None means 8 everywhere."""
+    """Like the scales, and of their type; None means 8 everywhere."""
 
     code: Code
     group: int
@@ -163,7 +163,9 @@ class QuantizedWeight:
         return None
 
     def _fits_int4(self, num_rows: int) -> bool:
-        return self.code is Code.INT4 and int4.fits(self.codes, self.scales, num_rows)
+        return self.code is Code.INT4 and int4.fits(
+            self.codes, self.scales, self.zeros, num_rows
+        )
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The dequantised weight, in new memory."""
@@ -262,7 +264,8 @@ def _int4_weight(matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
     while inputs % chunk or matrix.group_size % chunk:
         chunk //= 2
     repeat = matrix.group_size // chunk
-    zeros = matrix.zeros
+    # Of the scales' type: the copy engine cannot write a narrow tile of bytes.
+    zeros = None if matrix.zeros is None else matrix.zeros.to(dtype)
     scales = matrix.scales.to(dtype).repeat_interleave(repeat, 1)
     return QuantizedWeight(
         arrived=_counters(matrix.codes),

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.kernels.activation import GateActivation
+from headwater.device.kernels.copy_engine import can_copy
 from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.finish_tile import finish_tile
 
@@ -107,6 +108,7 @@ def fits(weight: Tensor, num_rows: int) -> bool:
         num_rows <= MAX_ROWS
         and len(weight) % (2 * _TILE) == 0
         and weight.shape[1] % _INPUTS == 0
+        and can_copy(weight, (_TILE, _INPUTS))
         and weight.is_cuda
         and torch.cuda.get_device_capability(weight.device) >= (9, 0)
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.kernels.activation import GateActivation
+from headwater.device.kernels.copy_engine import can_copy
 from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.finish_tile import finish_tile
 from headwater.device.kernels.unpack import int4_integers, int4_numbers
@@ -114,7 +115,7 @@ def int4_gemm(
 ) -> Tensor:
     """`x @ weight.T`; then gated, or multiplied by `factor` and added to `residual` in place.
 
-    `scales` and `zeros` are `[outputs, chunks]`, and are stored transposed. `arrived` is as
+    `scales` and `zeros` are `[outputs, chunks]` of the type of `x`, and are stored transposed. `arrived` is as
     in `fp8_gemm`.
     """
     rows, size = x.shape
@@ -145,15 +146,25 @@ def int4_gemm(
     return out
 
 
-def fits(weight: Tensor, scales: Tensor, num_rows: int) -> bool:
+def fits(weight: Tensor, scales: Tensor, zeros: Tensor | None, num_rows: int) -> bool:
     """Whether `int4_gemm` supports this product."""
     return (
         num_rows <= MAX_ROWS
-        and len(weight) % _WIDE == 0
-        and scales.shape[1] * CHUNK == weight.shape[1] * 2
-        and scales.stride(0) == 1
+        and can_copy_weight(weight, scales, zeros)
         and weight.is_cuda
         and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+    )
+
+
+def can_copy_weight(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
+    """Whether a weight consists of whole tiles, and the copy engine can read them."""
+    of_lines = (1, _NARROW)
+    return (
+        len(weight) % _WIDE == 0
+        and scales.shape[1] * CHUNK == weight.shape[1] * 2
+        and can_copy(weight.view(torch.int16), (_NARROW, _QUARTER))
+        and can_copy(scales.T, of_lines)
+        and (zeros is None or can_copy(zeros.T, of_lines))
     )
 
 
