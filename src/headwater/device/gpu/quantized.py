@@ -1,9 +1,9 @@
 """Quantised weights on the GPU: kept in their stored format, and multiplied without a
 dequantised copy.
 
-A weight in FP8 by row has a scale for each output. Its products also quantise each input row
-with its own scale, and use the FP8 tensor cores; a single row is not quantised. The other
-formats have a scale for each group of inputs and are converted inside the product.
+A weight in FP8 by row has a scale for each output; one by group has a scale for each output and
+128 inputs. Their products quantise the input rows in the same way, and use the FP8 tensor cores; a
+single row is not quantised. 4-bit weights are converted inside the product.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from headwater.device.kernels import fp8_block_gemm as fp8_block
 from headwater.device.kernels import fp8_gemm as fp8
 from headwater.device.kernels import int4_gemm as int4
 from headwater.device.kernels import quantized as kernels
@@ -39,7 +40,7 @@ class QuantizedWeight:
     """`[outputs, inputs]` of e4m3, or `[outputs, inputs / 2]` of bytes."""
 
     scales: Tensor
-    """`[outputs]`, or `[outputs, groups]`; those of 4-bit codes are stored transposed."""
+    """`[outputs]`, or `[outputs, groups]`, which are stored transposed."""
 
     zeros: Tensor | None = None
     """Like the scales, and of their type; None means 8 everywhere."""
@@ -122,6 +123,9 @@ class QuantizedWeight:
                 out_dtype=x.dtype,
                 use_fast_accum=True,
             )
+        if self._fits_blocks():
+            codes, scales = self._in_groups(x, norm)
+            return fp8_block.fp8_block_tiled(codes, scales, self.codes, self.scales, x.dtype)
         normed = x if norm is None else rows.norm(x, *norm)
         if self.is_multiplied(len(x)):
             return kernels.small_gemm(normed, self.codes, self.scales, group=self.group)
@@ -132,6 +136,7 @@ class QuantizedWeight:
         return (
             self.code is Code.FP8_ROW
             or (self.code is Code.FP8_GROUP and num_rows <= kernels.MAX_SMALL_ROWS)
+            or self._fits_blocks()
             or self._fits_int4(num_rows)
         )
 
@@ -154,6 +159,12 @@ class QuantizedWeight:
                 codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype,
                 is_gated=is_gated, residual=residual, factor=factor, activation=activation,
             )  # fmt: skip
+        if len(x) <= fp8_block.MAX_TRANSPOSED_ROWS and self._fits_blocks():
+            codes, scales = self._in_groups(x, norm)
+            return fp8_block.fp8_block_gemm(
+                codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype,
+                is_gated=is_gated, residual=residual, factor=factor, activation=activation,
+            )  # fmt: skip
         if self._fits_int4(len(x)):
             normed = x if norm is None else rows.norm(x, *norm)
             return int4.int4_gemm(
@@ -161,6 +172,13 @@ class QuantizedWeight:
                 residual=residual, factor=factor, activation=activation,
             )  # fmt: skip
         return None
+
+    def _fits_blocks(self) -> bool:
+        return self.code is Code.FP8_GROUP and fp8_block.fits(self.codes, self.scales)
+
+    def _in_groups(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """Rows quantised like this weight: a scale for each 128 inputs."""
+        return kernels.quantize_groups(x, norm, fp8_block.scale_stride(len(x)))
 
     def _fits_int4(self, num_rows: int) -> bool:
         return self.code is Code.INT4 and int4.fits(
@@ -244,7 +262,7 @@ def quantized_weight(matrix: QuantizedMatrix, dtype: torch.dtype) -> QuantizedWe
     if matrix.block[1] >= inputs:
         scales, code, group = scales[:, 0], Code.FP8_ROW, _FP8_CHUNK
     else:
-        code, group = Code.FP8_GROUP, matrix.block[1]
+        scales, code, group = _groups_first(scales), Code.FP8_GROUP, matrix.block[1]
     return QuantizedWeight(
         codes=matrix.codes,
         scales=scales,
@@ -326,13 +344,12 @@ def _combined(
 ) -> QuantizedWeight:
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     scales = combine([weight.scales for weight in weights])
-    is_int4 = weights[0].code is Code.INT4
     # torch cannot stack e4m3, so its bytes are stacked.
     codes = combine([weight.codes.view(torch.uint8) for weight in weights])
     return replace(
         weights[0],
         codes=codes.view(weights[0].codes.dtype),
         arrived=_counters(codes),
-        scales=_groups_first(scales) if is_int4 else scales,
+        scales=scales if scales.dim() == 1 else _groups_first(scales),
         zeros=_groups_first(combine(zeros)) if zeros else None,
     )

@@ -5,7 +5,8 @@
     INT4 by group   codes in quarters of a chunk of inputs, as `unpack` describes
     MXFP4           e2m1 codes in quarters of 32 inputs, a power of two for each output and 32 inputs
 
-Products with one row are in `quantized_gemv`, with several rows in `fp8_gemm` and `int4_gemm`.
+Products with one row are in `quantized_gemv`, with several rows in `fp8_gemm`, `fp8_block_gemm` and
+`int4_gemm`.
 For the rest, weights are dequantised into memory first, or torch's FP8 products are used.
 """
 
@@ -64,9 +65,50 @@ def quantize_rows(x: Tensor, norm: tuple[Tensor, float] | None = None) -> tuple[
     return codes, scales
 
 
+@triton.jit
+def _quantize_groups(x, weight, codes, scales, epsilon, stride, SIZE: tl.constexpr,
+                     BLOCK: tl.constexpr, NORMED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    values = tl.load(x + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+        values = values * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    groups: tl.constexpr = BLOCK // 128
+    values = tl.reshape(values, (groups, 128))
+    top = tl.maximum(tl.max(tl.abs(values), 1), 1e-10)
+    group = first // 128 + tl.arange(0, groups)
+    tl.store(scales + group * stride + row, top / 448.0, mask=group < SIZE // 128)
+    values = tl.reshape(values * (448.0 / top)[:, None], (BLOCK,))
+    tl.store(codes + row * SIZE + at, values.to(tl.float8e4nv), mask=inside)
+
+
+def quantize_groups(
+    x: Tensor, norm: tuple[Tensor, float] | None, stride: int
+) -> tuple[Tensor, Tensor]:
+    """Like `quantize_rows`, with a scale for each row and 128 inputs: `[groups, stride]`, of
+    which the first scales of each group belong to the rows of `x`."""
+    rows, size = x.shape
+    codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((size // 128, stride), dtype=torch.float32, device=x.device)
+    weight, epsilon = norm or (x, 0.0)
+    # A norm needs the whole row.
+    block = triton.next_power_of_2(size) if norm is not None else min(2048, size & -size)
+    early = starts_early(x)
+    _quantize_groups[(rows, triton.cdiv(size, block))](
+        x, weight, codes, scales, epsilon, stride, SIZE=size, BLOCK=block,
+        NORMED=norm is not None, EARLY=early, num_warps=8 if block > 4096 else 4,
+        launch_pdl=early,
+    )  # fmt: skip
+    return codes, scales
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _small_gemm(x, weight, scales, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
-                ROWS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
+def _small_gemm(x, weight, scales, out, rows, line_stride, group_stride, OUTPUTS: tl.constexpr,
+                SIZE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
                 STAGES: tl.constexpr):  # fmt: skip
     """A tile of outputs for all rows, a group of inputs at a time: `[outputs, rows]`."""
     output = tl.program_id(0) * N + tl.arange(0, N)
@@ -80,7 +122,7 @@ def _small_gemm(x, weight, scales, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.co
         w = tl.load(weight + place)
         x_at = x + row.to(tl.int64)[None, :] * SIZE + group * GROUP + in_group[:, None]
         values = tl.load(x_at, mask=(row < rows)[None, :], other=0.0)
-        scale = tl.load(scales + line * (SIZE // GROUP) + group)
+        scale = tl.load(scales + line * line_stride + group * group_stride)
         acc += tl.dot(w.to(x.dtype.element_ty), values) * scale[:, None]
     target = out + row.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
     tl.store(target, acc, mask=known[:, None] & (row < rows)[None, :])
@@ -93,7 +135,7 @@ def small_gemm(x: Tensor, weight: Tensor, scales: Tensor, *, group: int) -> Tens
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tile = 32 if outputs < 8192 else 64
     _small_gemm[(triton.cdiv(outputs, tile),)](
-        x, weight, scales, out, rows, OUTPUTS=outputs, SIZE=size,
+        x, weight, scales, out, rows, *scales.stride(), OUTPUTS=outputs, SIZE=size,
         ROWS=max(16, triton.next_power_of_2(rows)), N=tile, GROUP=group, STAGES=4, num_warps=4,
     )  # fmt: skip
     return out
