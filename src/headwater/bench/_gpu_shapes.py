@@ -31,7 +31,7 @@ def _deepseek_v2_lite(num_layers: int) -> Any:  # noqa: ANN401 -- as above
         v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2,
         first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy",
         routed_scaling_factor=1.0, vocab_size=102400, tie_word_embeddings=False,
-        max_position_embeddings=32768,
+        max_position_embeddings=163840,
     )  # fmt: skip
 
 

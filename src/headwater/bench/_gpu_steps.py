@@ -40,8 +40,20 @@ def make_runner(model: LoadedModel, *, rows: int, tokens: int) -> CudaRunner:
     return runner
 
 
+def check_positions(runner: CudaRunner, num_tokens: int) -> None:
+    """Raise ValueError if the model has fewer positions. A scheduler would refuse such a row; the
+    kernels read their rotary tables by position and do not check it."""
+    limit = runner._model.max_model_len
+    if num_tokens > limit:
+        raise ValueError(
+            f"a row of {num_tokens} tokens needs more positions than the model's {limit}; "
+            "measure a shorter context or a shape with more positions"
+        )
+
+
 def decode_ms(runner: CudaRunner, rows: int, context: int) -> float:
     """Median time of a decode step of this many rows, each with its own context."""
+    check_positions(runner, context + _STEPS - 1)
     runner.warm(rows)
     blocks = -(-(context + _STEPS) // BLOCK_TOKENS)
     tables = np.arange(rows * blocks, dtype=np.int64).reshape(rows, blocks)
