@@ -8,7 +8,7 @@ from tests.device.gpu import DEVICE, HALF, pytestmark, require_kernels
 require_kernels()
 
 from headwater.device.kernels.heads import absorb, by_head  # noqa: E402 - it imports Triton
-from headwater.device.kernels.latent import rotate_queries  # noqa: E402
+from headwater.device.kernels.latent_store import rotate_queries  # noqa: E402
 from headwater.device.kernels.rotary import RotaryPairs  # noqa: E402
 
 __all__ = ["pytestmark"]

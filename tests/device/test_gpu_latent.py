@@ -20,7 +20,7 @@ require_kernels()
 from headwater.device.gpu.fp8_latents import differences, latent_fault  # noqa: E402 - as below
 from headwater.device.gpu.work import split_contexts, tiles  # noqa: E402 - Triton below
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
-from headwater.device.kernels.latent import rotate_queries, store_latents  # noqa: E402
+from headwater.device.kernels.latent_store import rotate_queries, store_latents  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import attend_chunks  # noqa: E402
 from headwater.device.kernels.rotary import RotaryPairs  # noqa: E402

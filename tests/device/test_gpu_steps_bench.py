@@ -19,6 +19,12 @@ def test_a_context_beyond_the_positions_of_the_model_is_refused() -> None:
     runner: Any = SimpleNamespace(_model=SimpleNamespace(max_model_len=4096))
     with pytest.raises(ValueError, match=r"row of 4\d+ tokens .* model's 4096"):
         _gpu_steps.decode_ms(runner, 1, 4096)
+    for measure in (
+        lambda: _gpu_steps.prefill_ms(runner, 4097),
+        lambda: _gpu_steps.all_logits(runner, [0] * 4097),
+    ):
+        with pytest.raises(ValueError, match="row of 4097 tokens"):
+            measure()
     _gpu_steps.check_positions(runner, 4096)
 
 

@@ -72,6 +72,7 @@ def decode_ms(runner: CudaRunner, rows: int, context: int) -> float:
 
 def prefill_ms(runner: CudaRunner, length: int) -> float:
     """Median time of an uncached prompt in one step."""
+    check_positions(runner, length)
     tokens = (np.arange(length, dtype=np.int32) * 7919 % 32000).tolist()
     tables = np.arange(-(-length // BLOCK_TOKENS), dtype=np.int64)[None]
     taken = []
@@ -88,6 +89,7 @@ def prefill_ms(runner: CudaRunner, length: int) -> float:
 
 def all_logits(runner: CudaRunner, tokens: list[int]) -> Tensor:
     """Logits after every token of a prompt, `[tokens, vocabulary]`."""
+    check_positions(runner, len(tokens))
     tables = np.arange(-(-len(tokens) // BLOCK_TOKENS), dtype=np.int64)[None]
     batch = _batch(0, [tokens], np.zeros(1, np.int32), tables, np.full(1, -1, np.int32))
     decoder: Any = runner._decoder

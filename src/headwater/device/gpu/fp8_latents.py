@@ -13,7 +13,7 @@ from headwater.device.gpu.inputs import decode_work
 from headwater.device.gpu.warm import chunk_work
 from headwater.device.gpu.work import split_contexts
 from headwater.device.kernels.decode import attend_decodes
-from headwater.device.kernels.latent import store_latents
+from headwater.device.kernels.latent_store import store_latents
 from headwater.device.kernels.prefill import attend_chunks
 from headwater.device.kernels.rotary import RotaryPairs
 from headwater.device.kernels.tiles import tile_queries

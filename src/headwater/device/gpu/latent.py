@@ -15,7 +15,7 @@ from headwater.device.gpu.mlp import RmsNorm
 from headwater.device.kernels import rows
 from headwater.device.kernels.gemv import fits, gemv
 from headwater.device.kernels.heads import absorb, by_head
-from headwater.device.kernels.latent import store_latents
+from headwater.device.kernels.latent_store import store_latents
 from headwater.device.kernels.rotary import RotaryPairs
 
 RotaryTable = tuple[Tensor, Tensor]

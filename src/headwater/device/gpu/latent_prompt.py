@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwater.device.fp8_kv import dequantize, quantize
 from headwater.device.gpu.latent import LatentWeights, RotaryTable
-from headwater.device.kernels.latent import rotate_queries
+from headwater.device.kernels.latent_store import rotate_queries
 
 MIN_EXPANDED_TOKENS = 2048
 """Shorter prompts are attended over latents: launching the kernels that expand them takes the host

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.early import start_early, starts_early
-from headwater.device.kernels.latent import rotate_queries, rotate_rows
+from headwater.device.kernels.latent_store import rotate_queries, rotate_rows
 from headwater.device.kernels.rotary import RotaryPairs
 
 MAX_HEAD_ROWS = 4
