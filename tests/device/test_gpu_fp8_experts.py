@@ -22,7 +22,8 @@ from headwater.device.gpu.fp8_experts import (  # noqa: E402 - it imports Triton
     fault_of,
     fp8_experts,
 )
-from headwater.device.kernels.experts import add_grouped, add_pairs  # noqa: E402
+from headwater.device.kernels.expert_groups import add_grouped  # noqa: E402
+from headwater.device.kernels.expert_pairs import add_pairs  # noqa: E402
 from headwater.device.kernels.quantized import quantize_rows  # noqa: E402
 from headwater.device.kernels.routing import RoutingRule, choose_experts, route  # noqa: E402
 from headwater.device.quantization.loading import load_quantized  # noqa: E402

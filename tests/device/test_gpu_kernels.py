@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-from tests.device.gpu import DEVICE, HALF, pytestmark, require_kernels
+from tests.device.gpu import DEVICE, HALF, IS_INTERPRETED, pytestmark, require_kernels
 
 require_kernels()
 
@@ -359,20 +359,35 @@ def test_rows_of_activations() -> None:
             assert error(rows.activate_rows(x.clone(), bias, activation), exact) < 1e-5
 
 
-def test_products_of_one_row() -> None:
-    """Products are right with a norm before them, and with a gate, a residual or nothing after
-    them."""
-    x = torch.randn(1, 2048, device=DEVICE).bfloat16()
-    weight = torch.randn(1500, 2048, device=DEVICE).bfloat16()
-    scale = torch.rand(2048, device=DEVICE).bfloat16()
-    residual = torch.randn(1, 1500, device=DEVICE).bfloat16()
-    normed = torch.rms_norm(x.double(), [2048], scale.double(), 1e-5) @ weight.double().T
-    plain = x.double() @ weight.double().T + residual.double()
+@pytest.mark.parametrize("outputs", [32, 1500, 66000])
+@pytest.mark.parametrize("size", [64, 2048, 2880])
+def test_products_of_one_row(size: int, outputs: int) -> None:
+    """Products are right with a norm before them, and with a gate, a bias, a residual or
+    nothing after them; also if the last tile of inputs is incomplete."""
+    if IS_INTERPRETED and outputs * size > 1 << 22:
+        pytest.skip("takes minutes in the interpreter")
+    x, scale = padded(torch.randn(2, size, device=DEVICE).to(HALF))
+    x, scale = x[None], scale.abs()
+    weight = padded(torch.randn(outputs, size, device=DEVICE).to(HALF))
+    bias, start = torch.randn(2, outputs, device=DEVICE).to(HALF)
+    residual = start[None].clone()
+    normed = torch.rms_norm(x.double(), [size], scale.double(), 1e-5) @ weight.double().T
+    plain = (x.double() @ weight.double().T + bias.double()) * 0.5 + start.double()
 
     assert error(gemv(x, weight, norm=(scale, 1e-5)), normed) < 1e-2
+    assert error(gemv(x, weight, bias=bias, norm=(scale, 1e-5)), normed + bias.double()) < 1e-2
     both = gemv(x, weight, norm=(scale, 1e-5), gated=True)
     assert error(both, gated(normed)) < 1e-2
-    assert error(gemv(x, weight, residual=residual), plain) < 1e-2
+    assert error(gemv(x, weight, bias=bias, residual=residual, factor=0.5), plain) < 1e-2
+
+
+def padded(values: Tensor) -> Tensor:
+    """The same values, with NaN before and after them in memory."""
+    around = torch.full(
+        (values.numel() + 8192,), float("nan"), dtype=values.dtype, device=DEVICE
+    )
+    around[4096:-4096] = values.flatten()
+    return around[4096:-4096].view(values.shape)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 30, 47, 48, 64, 120, 128, 250, 2190])

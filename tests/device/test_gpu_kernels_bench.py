@@ -1,10 +1,13 @@
 """The part `kernels` of `headwater bench gpu`, and the bounds of models with experts."""
 
 import sys
+import weakref
+from typing import Any
 
 import pytest
 import torch
 
+from headwater.device.model import LoadedModel
 from tests.device.gpu import DEVICE, HALF, pytestmark, require_kernels
 
 require_kernels()
@@ -76,3 +79,52 @@ def test_packed_experts_have_as_many_products_as_plain_ones(
 
     assert plain == _gpu_moe._expert_numbers(model) == 3 * 64 * 64
     assert packed_bytes / plain_bytes == pytest.approx(17 / 64)
+
+
+def tiny(name: str, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """A random model of the benchmark with two small layers."""
+    monkeypatch.setattr(_gpu_engine, "DEVICE", DEVICE)
+    config = SHAPES[name]()
+    config.hidden_size = config.intermediate_size = config.moe_intermediate_size = 128
+    config.num_hidden_layers, config.num_experts, config.vocab_size = 2, 8, 64
+    config.num_local_experts = 8
+    if name == "gpt-oss-20b":
+        config.layer_types = config.layer_types[:2]
+    return _gpu_engine.random_model(config)
+
+
+def test_random_rows_are_routed_to_many_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases of a random model are zeros. With ones, all rows would be nearly equal, and so would
+    their experts."""
+    model = tiny("gpt-oss-20b", monkeypatch)
+
+    parameters = dict(model.module.named_parameters())
+    layer = "model.layers.0."
+    assert not parameters[layer + "self_attn.o_proj.bias"].any()
+    assert not parameters[layer + "mlp.router.bias"].any()
+    assert (parameters[layer + "input_layernorm.weight"] == 1).all()
+    assert parameters[layer + "mlp.router.weight"].std() > 0.01
+
+
+@pytest.mark.parametrize("method", ["fp8_block", "fp8_channel"])
+def test_experts_are_quantised_layer_by_layer(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a layer's experts is free before the next layer is converted, and nothing is
+    kept for gradients."""
+    model = tiny("qwen3-30b-a3b", monkeypatch)
+    module: Any = model.module
+    layers = module.model.layers
+    plain = [weakref.ref(layer.mlp.experts) for layer in layers]
+    convert, kept = _gpu_quant._in_fp8, []
+
+    def counted(experts: Any, method: str) -> Any:
+        kept.append(sum(ref() is not None for ref in plain))
+        return convert(experts, method)
+
+    monkeypatch.setattr(_gpu_quant, "_in_fp8", counted)
+    _gpu_quant.quantize_experts(model, method)
+
+    assert kept == [2, 1]
+    for layer in layers:
+        assert not layer.mlp.experts.weights.gate_up_scales.requires_grad

@@ -66,8 +66,13 @@ def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedMode
     module.to_empty(device=DEVICE)
     module.tie_weights()
     with torch.no_grad():
-        for weight in module.parameters():
-            weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
+        for name, weight in module.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.02)
+            else:
+                # A bias of ones would be most of every row: all rows would go to the same
+                # experts.
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
     for name, values in module.named_buffers():
         # Computed buffers are lost on the meta device.
         if name.endswith("embed_scale"):

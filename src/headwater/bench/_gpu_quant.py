@@ -141,10 +141,14 @@ def quantize_model(model: LoadedModel, method: str) -> dict[str, QuantizedMatrix
 
 def pack_experts(model: LoadedModel) -> None:
     """Replace every layer's experts by random MXFP4 weights."""
-    for module in list(model.module.modules()):
-        experts: Any = getattr(module, "experts", None)
-        if experts is None or not hasattr(experts, "gate_up_proj_bias"):
-            continue
+    names = [
+        name
+        for name, module in model.module.named_modules()
+        if hasattr(getattr(module, "experts", None), "gate_up_proj_bias")
+    ]
+    for layer in names:
+        module: Any = model.module.get_submodule(layer)
+        experts: Any = module.experts
         made = []
         for name in ("gate_up_proj", "down_proj"):
             count, inputs, outputs = getattr(experts, name).shape
@@ -155,12 +159,18 @@ def pack_experts(model: LoadedModel) -> None:
         module.experts = PackedExperts(experts, *made)
 
 
+@torch.no_grad()
 def quantize_experts(model: LoadedModel, method: str) -> None:
-    """Replace every layer's experts by the same in FP8."""
-    for module in list(model.module.modules()):
-        experts: Any = getattr(module, "experts", None)
-        if isinstance(getattr(experts, "gate_up_proj", None), Tensor):
-            module.experts = _in_fp8(experts, method)
+    """Replace every layer's experts by the same in FP8. The memory of a layer's experts is free
+    before the next layer is converted."""
+    names = [
+        name
+        for name, module in model.module.named_modules()
+        if isinstance(getattr(getattr(module, "experts", None), "gate_up_proj", None), Tensor)
+    ]
+    for name in names:
+        module: Any = model.module.get_submodule(name)
+        module.experts = _in_fp8(module.experts, method)
 
 
 def _in_fp8(experts: Any, method: str) -> Fp8Experts:  # noqa: ANN401 - a module of transformers'

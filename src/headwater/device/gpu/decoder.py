@@ -257,15 +257,14 @@ class FusedDecoder:
     def _project_qkv(self, layer: FusedWeights, hidden: Tensor, *, skipped: int = 0) -> Tensor:
         """Q, K and V of each row, without the first `skipped` outputs."""
         weight = rows_from(layer.qkv, skipped)
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[skipped:]
         if len(hidden) <= MAX_GEMM_ROWS:
-            packed = product(hidden, weight, layer.input_norm)
+            packed = product(hidden, weight, layer.input_norm, bias=bias)
         else:
             packed = hidden.new_empty((len(hidden), len(weight)))
             parts = zip(hidden.split(MAX_GEMM_ROWS), packed.split(MAX_GEMM_ROWS), strict=True)
             for part, out in parts:
-                product(part, weight, layer.input_norm, out)
-        if layer.qkv_bias is not None:
-            packed += layer.qkv_bias[skipped:]
+                product(part, weight, layer.input_norm, out, bias)
         if layer.row_norms is not None:
             query, key, epsilon, _ = layer.row_norms
             at = len(query) - skipped

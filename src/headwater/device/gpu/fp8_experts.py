@@ -7,13 +7,9 @@ import torch
 from torch import Tensor
 
 from headwater.device.gpu.packed_experts import StoredExperts
-from headwater.device.kernels.experts import (
-    MAX_PAIR_ROWS,
-    SCALE_BLOCK,
-    ExpertWeights,
-    add_grouped,
-    add_pairs,
-)
+from headwater.device.kernels.expert_groups import add_grouped
+from headwater.device.kernels.expert_pairs import MAX_PAIR_ROWS, add_pairs
+from headwater.device.kernels.experts import SCALE_BLOCK, ExpertWeights
 from headwater.device.kernels.quantized import Code
 from headwater.device.kernels.routing import RoutingRule, choose_experts, route
 from headwater.device.quantization.expert_names import ExpertLayers

@@ -108,15 +108,22 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def product(
-    x: Tensor, weight: Weight, norm: Norm | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Weight,
+    norm: Norm | None = None,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """`norm(x) @ weight.T`, in `out` if it is given."""
+    """`norm(x) @ weight.T` plus `bias`, in `out` if it is given."""
     x, norm = _centred(x, norm)
     if isinstance(weight, QuantizedWeight):
         result = weight.product(x, norm)
-        return result if out is None else out.copy_(result)
+        result = result if out is None else out.copy_(result)
+        return result if bias is None else result.add_(bias)
     if fits(weight, len(x)):
-        return gemv(x, weight, norm=norm, out=out)
+        return gemv(x, weight, bias=bias, norm=norm, out=out)
+    if bias is not None:
+        return torch.addmm(bias, normed(x, norm), weight.T, out=out)
     return torch.mm(normed(x, norm), weight.T, out=out)
 
 
@@ -153,7 +160,8 @@ def add_linear(
     if isinstance(weight, QuantizedWeight):
         weight.add_to(hidden, x, scale)
     elif fits(weight, len(x)):
-        gemv(x, weight, residual=hidden, factor=scale)
+        gemv(x, weight, bias=bias, residual=hidden, factor=scale)
+        bias = None
     else:
         hidden.addmm_(x, weight.T, alpha=scale)
     if bias is not None:

@@ -25,13 +25,10 @@ from headwater.device.gpu.mlp import (
 from headwater.device.gpu.packed_experts import PackedExperts
 from headwater.device.kernels import mx_experts, rows
 from headwater.device.kernels.activation import GateActivation
-from headwater.device.kernels.experts import (
-    MAX_PAIR_ROWS,
-    ExpertWeights,
-    add_grouped,
-    add_pairs,
-)
-from headwater.device.kernels.gemv import fits, gemv, has_whole_tiles
+from headwater.device.kernels.expert_groups import add_grouped
+from headwater.device.kernels.expert_pairs import MAX_PAIR_ROWS, add_pairs
+from headwater.device.kernels.experts import ExpertWeights
+from headwater.device.kernels.gemv import fits, gemv, has_aligned_lines
 from headwater.device.kernels.quantized import Code
 from headwater.device.kernels.routing import (
     GroupScore,
@@ -122,11 +119,11 @@ def _add(
 
 def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
     """Whether `_add_one` supports the block: there is one row, `gemv` supports all weights, and
-    the router has no bias and the shared experts no gate."""
-    if len(hidden) != 1 or block.router_bias is not None or block.shared_gate is not None:
+    the shared experts have no gate."""
+    if len(hidden) != 1 or block.shared_gate is not None:
         return False
     dense_weights = [] if block.shared is None else [block.shared.up, block.shared.down]
-    return has_whole_tiles(block.router) and all(
+    return has_aligned_lines(block.router) and all(
         not isinstance(weight, Tensor) or fits(weight, 1) for weight in dense_weights
     )
 
@@ -135,7 +132,7 @@ def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm | No
     """`_add` for one row: its norm is computed inside the products that read it."""
     shared = block.shared
     logits = torch.empty((1, len(block.router)), dtype=block.router.dtype, device=hidden.device)
-    gemv(source, block.router, norm=norm, out=logits)
+    gemv(source, block.router, bias=block.router_bias, norm=norm, out=logits)
     ids, weights = choose_experts(logits, block.rule)
     narrow = None
     if shared is not None:  # before experts add to `hidden`, which may be the source

@@ -22,8 +22,12 @@ _MANY_OUTPUTS = 1 << 16
 _NARROW = 2048
 """Inputs of two iterations of the largest tile."""
 
-_UNIT = 256
-"""The number of inputs is a multiple of this."""
+_UNIT = 64
+"""The number of inputs is a multiple of this, so that lines are aligned."""
+
+_WHOLE = 256
+"""A number of inputs that is a multiple of this is divided into whole tiles; any other has an
+incomplete last tile."""
 
 FP8_SHAPES = {
     (True, True): (16, 256, 4),
@@ -36,10 +40,17 @@ on an H200."""
 
 
 @triton.jit
+def _inputs(place, at, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """Elements at `place + at`; 0 after the end of a line."""
+    return tl.load(place + at) if WHOLE else tl.load(place + at, mask=at < SIZE, other=0.0)
+
+
+@triton.jit
 def _gemv(
     x,
     weight,
     scales,
+    bias,
     norm_weight,
     residual,
     out,
@@ -53,10 +64,12 @@ def _gemv(
     GATED: tl.constexpr,
     ADDED: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    whole: tl.constexpr = SIZE % K == 0
     output = tl.program_id(0) * N + tl.arange(0, N)
     known = output < OUTPUTS
     output = tl.where(known, output, 0)
@@ -67,9 +80,10 @@ def _gemv(
     if STAGES == 0:
         # Weights are read one tile ahead, and the first before `start_early`: no kernel writes
         # weights, so they come while the kernel before still runs.
-        next_w = tl.load(lines_at + tl.arange(0, K)[None, :])
+        begin = tl.arange(0, K)[None, :]
+        next_w = _inputs(lines_at, begin, SIZE, K <= SIZE)
         if GATED:
-            next_up = tl.load(lines_at + SIZE + tl.arange(0, K)[None, :])
+            next_up = _inputs(lines_at + SIZE, begin, SIZE, K <= SIZE)
     start_early(EARLY)
     left = tl.zeros([N, K], tl.float32)
     right = tl.zeros([N, K], tl.float32)
@@ -80,22 +94,20 @@ def _gemv(
         at = first + tl.arange(0, K)
         if STAGES == 0:
             w = next_w
-            next_w = tl.load(lines_at + K + at[None, :], mask=(at + K < SIZE)[None, :])
+            next_w = _inputs(lines_at, (at + K)[None, :], SIZE, False)
         else:
-            w = tl.load(lines_at + at[None, :])
-        values = tl.load(x + at).to(tl.float32)
+            w = _inputs(lines_at, at[None, :], SIZE, whole)
+        values = _inputs(x, at, SIZE, whole).to(tl.float32)
         if NORMED:
             squares += values * values
-            values = values * tl.load(norm_weight + at).to(tl.float32)
+            values = values * _inputs(norm_weight, at, SIZE, whole).to(tl.float32)
         left += w.to(tl.float32) * values[None, :]
         if GATED:
             if STAGES == 0:
                 up = next_up
-                next_up = tl.load(
-                    lines_at + SIZE + K + at[None, :], mask=(at + K < SIZE)[None, :]
-                )
+                next_up = _inputs(lines_at + SIZE, (at + K)[None, :], SIZE, False)
             else:
-                up = tl.load(lines_at + SIZE + at[None, :])
+                up = _inputs(lines_at + SIZE, at[None, :], SIZE, whole)
             right += up.to(tl.float32) * values[None, :]
     result = tl.sum(left, 1)
     scale = 1.0
@@ -104,6 +116,8 @@ def _gemv(
         result = result * scale
     if SCALED:
         result = result * tl.load(scales + line)
+    if BIASED:
+        result += tl.load(bias + line).to(tl.float32)
     if GATED:
         other = tl.sum(right, 1) * scale
         if SCALED:
@@ -121,6 +135,7 @@ def gemv(
     weight: Tensor,
     *,
     scales: Tensor | None = None,
+    bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
@@ -128,13 +143,14 @@ def gemv(
     activation: GateActivation = GateActivation.SILU,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`norm(x) @ weight.T`; then gated, or multiplied by `factor` and added to `residual` in
-    place.
+    """`norm(x) @ weight.T` plus `bias`; then gated, or multiplied by `factor` and added to
+    `residual` in place.
 
     `x` is `[1, size]`; `weight` is `[outputs, size]`, or with `gated` twice the outputs, gate
-    and up interleaved. `scales` are those of the outputs of an FP8 weight. The result is in
-    `out` if it is given.
+    and up interleaved, and no bias. `scales` are those of the outputs of an FP8 weight. The
+    result is in `out` if it is given.
     """
+    assert bias is None or not gated, "a gated product has no bias"
     size = x.shape[1]
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if residual is not None:
@@ -155,6 +171,7 @@ def gemv(
         x,
         weight,
         weight if scales is None else scales,
+        weight if bias is None else bias,
         norm_weight,
         x if residual is None else residual,
         out,
@@ -168,6 +185,7 @@ def gemv(
         GATED=gated,
         ADDED=residual is not None,
         SCALED=scales is not None,
+        BIASED=bias is not None,
         ACTIVATION=int(activation),
         STAGES=stages,
         EARLY=early,
@@ -196,10 +214,12 @@ def _shape(
     elif outputs >= _MANY_OUTPUTS:
         shape = 8, 512, 4
     elif is_early:
-        shape = (4, 1024, 0) if size % 512 == 0 else (8, 256, 0)
+        shape = (4, 1024, 0) if size % 512 == 0 or size % _WHOLE else (8, 256, 0)
     else:
         shape = (16, 256, 4) if is_normed else (8, 512, 4)
     n, k, stages = shape
+    if size % _WHOLE:
+        return n, min(k, triton.next_power_of_2(size)), stages
     while size % k:
         k //= 2
     return n, k, stages
@@ -207,9 +227,9 @@ def _shape(
 
 def fits(weight: Tensor, num_rows: int) -> bool:
     """Whether `gemv` supports this product."""
-    return num_rows == 1 and weight.element_size() == 2 and has_whole_tiles(weight)
+    return num_rows == 1 and weight.element_size() == 2 and has_aligned_lines(weight)
 
 
-def has_whole_tiles(weight: Tensor) -> bool:
-    """Whether the inputs of this weight, of any type, consist of whole tiles."""
+def has_aligned_lines(weight: Tensor) -> bool:
+    """Whether `gemv` supports the number of inputs of this weight, of any type."""
     return weight.shape[1] % _UNIT == 0

@@ -1,5 +1,5 @@
 """GEMMs of tokens with experts whose weights stay packed in MXFP4; the counterpart of
-`experts`.
+`expert_pairs` and `expert_groups`.
 
 Weights are `[experts, outputs, inputs / 2]` bytes in the order of `unpack`, with an exponent for each
 32 inputs of an output, which are a chunk.
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from headwater.device.kernels.activation import activate
 from headwater.device.kernels.early import start_early, starts_early
-from headwater.device.kernels.experts import ExpertWeights, combine_pairs, tile_rows
+from headwater.device.kernels.expert_groups import combine_pairs, row_programs, tile_rows
+from headwater.device.kernels.experts import ExpertWeights
+from headwater.device.kernels.mx_prompts import MIN_ROWS, add_prompt
 from headwater.device.kernels.quantized_gemv import (
     exponent_bits,
     four_inputs,
@@ -186,11 +188,12 @@ def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alph
              SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, M: tl.constexpr,
              N: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
              ACTIVATION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Like `experts._grouped`; gate and up are interleaved, so a tile has `N` of both
+    """Like `expert_groups._grouped`; gate and up are interleaved, so a tile has `N` of both
     together. `G` groups of inputs per iteration."""
-    expert = tl.program_id(1)
+    expert = tl.program_id(2)
     count = tl.load(counts + expert)
-    if count == 0:
+    begin = tl.program_id(1) * M
+    if begin >= count:
         return
     lines: tl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
     groups: tl.constexpr = SIZE // 32
@@ -203,7 +206,7 @@ def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alph
     kind: tl.constexpr = x.dtype.element_ty
     of_group = tl.arange(0, G)[None, :]
     j = tl.arange(0, G * 8)
-    for first in range(0, count, M):
+    for first in range(begin, count, M * tl.num_programs(1)):
         member = first + tl.arange(0, M)
         there = member < count
         pair = tl.load(lists + expert * capacity + member, mask=there, other=0)
@@ -268,7 +271,7 @@ def add_pairs(
     shares: Tensor,
     norm: tuple[Tensor, float] | None = None,
 ) -> None:
-    """See `experts.add_pairs`."""
+    """See `expert_pairs.add_pairs`."""
     rows, size = x.shape
     top, inner = ids.shape[1], weights.inner
     narrow = torch.empty((rows * top, inner), dtype=x.dtype, device=x.device)
@@ -297,9 +300,12 @@ def add_pairs(
 def add_grouped(
     normed: Tensor, hidden: Tensor, weights: ExpertWeights, routing: Routing
 ) -> None:
-    """See `experts.add_grouped`."""
+    """See `expert_groups.add_grouped`."""
     rows, size = normed.shape
     top, inner = routing.ids.shape[1], weights.inner
+    if rows * top >= MIN_ROWS * len(weights.down):
+        add_prompt(normed, hidden, weights, routing)
+        return
     narrow = normed.new_empty((rows * top, inner))
     wide = normed.new_empty((rows * top, size))
     tile = tile_rows(rows * top, len(weights.down))
@@ -309,7 +315,8 @@ def add_grouped(
     ):
         lines = packed.shape[1]
         across = 128 if tile > _NARROW_TILE else 64
-        _grouped[(triton.cdiv(lines, across), len(packed))](
+        shared = row_programs(rows * top, len(packed), tile)
+        _grouped[(triton.cdiv(lines, across), shared, len(packed))](
             x, packed.view(torch.int16), scales, x if bias is None else bias, routing.weights, routing.lists,
             routing.counts, out, routing.lists.shape[1], weights.alpha, weights.limit,
             SIZE=x.shape[1], OUTPUTS=out.shape[1], TOP=top, M=tile, N=across, G=4, GATED=is_gated,

@@ -142,7 +142,7 @@ def small_gemm(x: Tensor, weight: Tensor, scales: Tensor, *, group: int) -> Tens
 
 
 @triton.jit
-def _e2m1_values(code):
+def e2m1_values(code):  # noqa: ANN201 - Triton's own types
     """Values of 4-bit codes `s e e m`, as float32."""
     # The three low bits are exponent and fraction of a float32 that is 2 ** 126 too small.
     bits = ((code & 7) << 22) | ((code & 8) << 28)
@@ -175,7 +175,7 @@ def _dequantize(weight, scales, zeros, out, SIZE: tl.constexpr, GROUP: tl.conste
             values = w.to(tl.float32)
         else:
             code = (w.to(tl.int32) >> (4 * part)) & 15
-            values = code.to(tl.float32) - zero if CODE == 2 else _e2m1_values(code)
+            values = code.to(tl.float32) - zero if CODE == 2 else e2m1_values(code)
         target = out + line * SIZE + group[:, None] * GROUP + part * width + in_part
         tl.store(target, (values * scale).to(kind), mask=known)
 
