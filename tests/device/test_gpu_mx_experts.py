@@ -9,7 +9,7 @@ from tests.device.gpu import DEVICE, HALF, IS_INTERPRETED, pytestmark, require_k
 
 require_kernels()
 
-from headwater.device.kernels import mx_experts  # noqa: E402 - it imports Triton
+from headwater.device.kernels import expert_groups, mx_experts  # noqa: E402 - it imports Triton
 from headwater.device.kernels.activation import GateActivation  # noqa: E402
 from headwater.device.kernels.experts import ExpertWeights  # noqa: E402
 from headwater.device.kernels.mx_prompts import add_prompt  # noqa: E402
@@ -106,9 +106,12 @@ def test_few_rows(rows: int) -> None:
 
 
 @in_assembly
+@pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("rows", [7, 40, 60, 200, 450])
-def test_many_rows(rows: int) -> None:
-    """Tiles of every size are right, with several tiles for one expert and none for another."""
+def test_many_rows(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of every size are right, with several tiles for one expert and none for another,
+    whether one program or several compute them."""
+    monkeypatch.setattr(mx_experts, "row_programs", lambda *_: programs)
     experts, routing = Experts(), routed(rows)
     x = torch.randn(rows, SIZE, device=DEVICE).to(HALF)
     hidden = torch.randn(rows, SIZE, device=DEVICE).to(HALF)
@@ -120,12 +123,15 @@ def test_many_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("memory", [1, 2 * 2 * INNER * SIZE * 2, 1 << 30])
-def test_prompts(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights dequantised for one expert at a time, for some, and for all give the same."""
+@pytest.mark.parametrize("programs", [1, 3])
+def test_prompts(memory: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights dequantised for one expert at a time, for some, and for all give the same,
+    whether one program or several compute the rows of an expert."""
+    monkeypatch.setattr(expert_groups, "row_programs", lambda *_: programs)
     monkeypatch.setattr("headwater.device.kernels.mx_prompts._MEMORY", memory)
-    experts, routing = Experts(), routed(70)
-    x = torch.randn(70, SIZE, device=DEVICE).to(HALF)
-    hidden = torch.randn(70, SIZE, device=DEVICE).to(HALF)
+    experts, routing = Experts(), routed(140)
+    x = torch.randn(140, SIZE, device=DEVICE).to(HALF)
+    hidden = torch.randn(140, SIZE, device=DEVICE).to(HALF)
     before = hidden.double()
 
     add_prompt(x, hidden, experts.weights, routing)
