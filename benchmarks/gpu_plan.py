@@ -44,7 +44,16 @@ def _bench(name: str, needs_s: int, *, after: str | None = None) -> GpuPart:
 PARTS = (
     # Tests of kernels mostly wait for the compiler, so four processes are about four times as fast.
     _tests(
-        "kernels", 120, "kernels", "kernels_bench", "heads", "pairs", "early", "work", workers=4
+        "kernels",
+        120,
+        "kernels",
+        "kernels_bench",
+        "sampling_kernels",
+        "heads",
+        "pairs",
+        "early",
+        "work",
+        workers=4,
     ),
     _tests("models", 120, "latent", "latent_prompt", "quantized", "fp8_experts", workers=4),
     _tests("families", 80, "families", workers=8),

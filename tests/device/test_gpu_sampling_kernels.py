@@ -102,11 +102,12 @@ def test_tokens_equal_the_cpu_sampler(
         assert chosen.tolist() == reference(logits, params).tolist()
 
 
-def test_top_k_far_below_the_largest_logit() -> None:
+@pytest.mark.parametrize(("vocab", "top_k"), [(100, 80), (300, 250)])
+def test_top_k_far_below_the_largest_logit(vocab: int, top_k: int) -> None:
     """Three logits are much larger than all others, which top-k keeps nevertheless."""
-    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(1))
     logits[:, :3] += 60.0
-    base = SamplingParams(temperature=100.0, top_k=250)
+    base = SamplingParams(temperature=100.0, top_k=top_k)
     params = [replace(base, seed=seed) for seed in range(4)]
 
     assert choose(logits, params).tolist() == reference(logits, params).tolist()
