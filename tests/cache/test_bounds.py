@@ -55,7 +55,8 @@ def end(cache, plan, status):
 
 
 def test_a_write_to_storage_holds_nothing_on_the_device():
-    """Lesson 74: storage may be slow, so every device block stays available while it is written."""
+    """Lesson 74: storage may be slow, so every device block stays available during a write to
+    storage."""
     cache = make_stored()
 
     plan = plan_storage_write(cache, 1, 2)

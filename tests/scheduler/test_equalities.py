@@ -21,7 +21,7 @@ class Case:
 
     harness: Harness
     arrivals: list[tuple[int, Request]]
-    """Requests, each with the step before which it comes."""
+    """Requests, each with a step: the request arrives before that step."""
 
     aborts: dict[int, RequestId]
     """Which request is aborted before which step."""
