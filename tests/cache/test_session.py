@@ -270,7 +270,7 @@ class ExpectedNode(Node):
 
     @expected_until_s.setter
     def expected_until_s(self, value):
-        """Nodes are made with another value."""
+        """Ignored: the constructor of a node sets another value."""
 
 
 def test_evictions_pass_over_an_expected_node_once(monkeypatch):

@@ -313,7 +313,8 @@ def test_a_lease_is_not_closed_while_one_of_two_threads_still_copies(harness, mo
 
 
 def test_private_blocks_are_refused_at_once():
-    """An operator who starts only one of two peers with the link is told (lesson 61)."""
+    """An operator who starts only one of two peers with this link gets a message (lesson
+    61)."""
     links = Links(CONFIG, private_blocks(4, BLOCK_BYTES), EventLog())
 
     with pytest.raises(ConfigError, match="not in shared memory"):

@@ -20,7 +20,8 @@ ABOUT = "Tells the weather of a city for one day of the year. " * 2
 SYSTEM = "You are an agent that answers with tool calls. " * 34
 MODEL = "headwater-tiny"
 NEW = len("sunny") + 3
-"""Tokens of a result in the built-in template: its text, two tags around it, and the next turn's."""
+"""Tokens of a result in the built-in template: the text, the two tags around the text, and the
+first tag of the next turn."""
 
 
 @pytest.fixture(scope="module")

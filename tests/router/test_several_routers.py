@@ -41,8 +41,8 @@ def test_an_instance_registers_at_every_router_and_leaves_every_one():
 
 
 def test_a_router_that_refuses_does_not_end_an_instance_that_another_accepts():
-    """One router has another peer token: the instance serves through the other one, and reports
-    it."""
+    """One router has another peer token: the instance serves through the other router, and
+    reports the refusal."""
 
     async def scenario(harness):
         other = Harness(peer_token="another-secret")

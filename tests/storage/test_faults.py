@@ -98,7 +98,8 @@ def test_memory_evicts_the_tail_of_the_oldest_run() -> None:
 
 
 def test_a_damaged_block_of_another_model_never_becomes_valid_again() -> None:
-    """A soak damages the same block several times, and would report wrong tokens."""
+    """A soak damages the same block several times: a block that became valid again would be
+    reported as wrong tokens."""
     memory = MemoryStorage(MemoryConfig(), make_format(block_bytes=BLOCK_BYTES))
     [key] = make_keys(1)
     write_run(memory, [key], BLOCK_BYTES)

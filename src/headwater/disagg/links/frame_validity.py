@@ -36,8 +36,9 @@ class FrameValidity:
         """Declare the slots of a frame valid; returns the index of its word. Waits for a free
         word."""
         credit = self._credits.take(frame_number, check_wait)
-        # The number of the frame and not a flag: a word that is used again by then must not
-        # make an old copy valid. One more than the number, because 0 means invalid.
+        # The number of the frame and not a flag: if the word is used for another frame before the
+        # peer reads it, the peer's copy of this frame must not count. One more than the number,
+        # because 0 means invalid.
         self._words[credit] = frame_number + 1
         return credit
 
