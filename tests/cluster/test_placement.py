@@ -49,8 +49,8 @@ def test_instances_are_packed_when_asked():
 
 
 def test_prefill_and_decode_share_nodes_when_asked():
-    """Prefill instances are spread, and decode instances follow in equal numbers; one that was
-    placed first is followed."""
+    """Prefill instances are spread, and decode instances follow in equal numbers. A prefill
+    instance goes where a decode instance was placed before."""
     nodes = [node(name) for name in "abc"]
     spec = RaySpec(prefill_near_decode=True)
 

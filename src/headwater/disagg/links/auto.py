@@ -120,7 +120,8 @@ class AutoSender:
     def __init__(
         self, address: str, connect: Connect, can_map: Callable[[str], bool], deliver: Deliver
     ) -> None:
-        """`can_map` says whether a peer can map the blocks of this instance by that link."""
+        """`can_map` tells for a kind of link whether peers can map the blocks of this instance
+        by it."""
         self._remote_address = remote_part(address)
         local_address, _, machine = address.partition(_SEPARATOR)[2].rpartition("@")
         self._connect = connect
