@@ -99,7 +99,8 @@ def test_a_router_killed_while_a_prompt_is_handed_over(cluster, prompt):
 
 @pytest.mark.parametrize("num_events", [1, 8])
 def test_a_router_killed_while_a_stream_goes_through_it(cluster, prompt, num_events):
-    """The client's connection and the request end, with the first token or later."""
+    """The client's connection and the request end, whether the router dies at the first token
+    or later."""
     stream = cluster.stream(prompt=prompt, max_tokens=700)
     for _ in range(num_events):
         assert stream.next()["choices"]

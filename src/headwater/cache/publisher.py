@@ -47,7 +47,7 @@ class Publisher:
         pool.move(slots, _HELD, _CACHED)
         node, at, surplus = lease.node, 0, []
         count = len(slots)
-        if _can_extend(node, count):  # nothing comes after it, so there is nothing to find
+        if _can_extend(node, count):  # no node is after a leaf: nothing to find
             self._extend(node, path, slots)
             return EMPTY
         while at < count:

@@ -67,10 +67,10 @@ class EchoRunner:
         """The bytes of each block, for copiers."""
         self._submitted: deque[ScheduledBatch] = deque()
         self._previous: dict[int, int] = {}
-        """The token that each row of the previous batch sampled."""
+        """Sampled tokens of the last computed batch, by row."""
         self._before: dict[int, int] = {}
-        """The same of the previous batch, from which the batch being computed takes carried
-        tokens."""
+        """Sampled tokens of the batch before the one that `collect` computes, by row. Carried
+        tokens come from here."""
         self.num_steps = 0
         self.num_tokens = 0
         """Tokens computed so far; cached tokens are not included."""

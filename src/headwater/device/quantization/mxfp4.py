@@ -1,7 +1,7 @@
 """GPT-OSS's experts in MXFP4: always checked, and kept packed on a GPU.
 
-`experts.NAME_blocks` is `[experts, outputs, groups, 16]` bytes, `experts.NAME_scales` has an exponent
-for each group of 32 inputs.
+`experts.NAME_blocks` holds bytes of shape `[experts, outputs, groups, 16]`;
+`experts.NAME_scales` holds an exponent for each group of 32 inputs.
 """
 
 import logging

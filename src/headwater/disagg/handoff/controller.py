@@ -119,8 +119,8 @@ class HandoffController:
     def step_finished(self, outputs: StepOutputs, now: float) -> StepOutputs:
         """A step was computed: send its KV. Returns the outputs for this instance's clients.
 
-        A prefill hand-off generates one token, which comes with its prompt usage. So it is never
-        among the single tokens of sequences that go on."""
+        A prefill hand-off generates one token. Its output has the prompt usage, too, so it is
+        always in `others`."""
         for sequence in self._handoffs.take_computed():
             self.prefill_side.computed(sequence, now)
         outputs.others = [o for o in outputs.others if not self.prefill_side.take(o, now)]
