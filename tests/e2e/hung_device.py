@@ -20,7 +20,7 @@ from headwater.storage.memory import MemoryConfig, MemoryStorage
 
 
 class HungDevice(MemoryStorage):
-    """Blocks in memory; watches for the order."""
+    """Stores blocks in memory, and hangs a step when FILE exists."""
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:

@@ -146,7 +146,7 @@ def num_wake_ups(pid: int) -> int:
 
 
 def test_a_restarted_server_hits_on_its_first_request(tmp_path):
-    """Another process on the same directory finds with its first request what the last one
+    """A new process on the same directory finds with its first request what the earlier process
     wrote."""
     flags = (
         *("--swap-space", "0.25", "--write-policy", "write_through"),

@@ -24,7 +24,8 @@ def test_one_rank_is_the_machine_itself():
 
 
 def test_two_ranks_decode_faster_by_less_than_two():
-    """Weights and KV are read by both; every layer is summed twice, which takes 64 latencies."""
+    """Each rank reads half of the weights and of the KV. Every layer has two sums between the
+    ranks, which cost 64 latencies."""
     one = preset("h200-8b")
     two = split_over_ranks(one, 2, NVLINK)
     work = {"rows": 8, "context": 8 * 4096}

@@ -115,7 +115,7 @@ def test_an_invalid_large_body_gets_a_message(case):
 
 
 def test_a_large_body_has_a_limit_of_values():
-    """A million empty objects are neither text nor tokens."""
+    """The limit holds for empty objects and for short texts."""
     raw = b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":['
     raw += b"{}," * 300_000 + b"{}]}}"
     texts = json.dumps({"messages": [{"role": "user"}], "stop": ["a"] * 300_000}).encode()

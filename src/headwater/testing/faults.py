@@ -26,7 +26,7 @@ class Fault(Enum):
     """It raises, having done nothing."""
 
     TIMEOUT = auto()
-    """It raises StorageTimeout, and is quiet."""
+    """It raises StorageTimeout, and uses no buffer afterwards."""
 
     HANG = auto()
     """It raises StorageTimeout when its time is up, and finishes its work after `release()`."""
