@@ -54,8 +54,8 @@ def test_memory_that_moves_in_steps_is_no_leak(resident: list[int]) -> None:
 
 
 def test_the_second_half_is_one_of_time(resident: list[int]) -> None:
-    """Memory grows until all caches are full. Rounds take longer while the machine is busy, so the
-    second half of the samples may begin before that."""
+    """Memory grows until all caches are full. The second half of the samples may begin before,
+    because rounds do not take equally long; so the slope is of the second half of the time."""
     samples = MemorySamples()
     for now_s in (*range(1500), *range(1500, 3000, 10)):
         resident.append((100 << 20) + (min(now_s, 1400) << 10))

@@ -75,7 +75,7 @@ def test_prefill_and_decode_share_nodes_when_asked():
 
 
 def test_a_node_without_room_is_not_chosen():
-    """Another node is better than to wait, also for an instance that should be near others."""
+    """An instance goes to another node instead of waiting, also if it should be near others."""
     nodes = [node("a", free=0.0), node("b")]
     spec, placed = RaySpec(prefill_near_decode=True), [Placed(role="prefill", node_id="a")]
 

@@ -61,7 +61,8 @@ def redis(tmp_path):
 def test_a_head_with_redis_is_replaced_under_load(redis, tmp_path, monkeypatch):
     """The head is killed under load, and an instance with it: no request and no stream fails.
     A new head on the same Redis lets the instance come back, and also the next instance that is
-    killed. `down` without a head leaves no process, and the next head no placement group."""
+    killed. After `down` without a head, no process is left, and the next head has no placement
+    group."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     with started(tmp_path, redis=redis) as (nodes, cluster):
         members = cluster.members()

@@ -139,7 +139,8 @@ def test_ranks_of_an_instance_are_together(nodes, tmp_path):
 
 
 def test_what_can_never_be_placed_is_said_in_one_sentence(nodes, tmp_path):
-    """The sentence has the sizes of the nodes. `up` waits for such a node until Ctrl-C ends it."""
+    """The sentence has the sizes of the nodes. `up` waits for a larger node until Ctrl-C ends
+    it."""
     text = LARGE.replace("CPUS", "9")
     cluster = RayCluster(nodes.address, tmp_path, text, until_line="mixed-2 asks for")
     try:

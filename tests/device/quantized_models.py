@@ -108,7 +108,8 @@ def packed(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -
 
 
 def gptq(weight: Tensor, *, group: int = 32, offset: int = 1, ordered: bool = True) -> Written:
-    """Inputs packed; the zero point is stored less one in the first format."""
+    """Codes packed along the inputs. `offset` is subtracted from zero points: 1 in GPTQ's first
+    format."""
     inputs = weight.shape[1]
     group_of = torch.arange(inputs) // group
     turn = torch.arange(inputs)
@@ -127,7 +128,7 @@ def gptq(weight: Tensor, *, group: int = 32, offset: int = 1, ordered: bool = Tr
 
 
 def awq(weight: Tensor, *, group: int = 32) -> Written:
-    """Outputs packed, in AWQ's order."""
+    """Codes packed along the outputs, in AWQ's order."""
     codes, scale, zero = int4_codes(weight, group, has_zeros=True)
     parts = {
         "qweight": packed(codes.T, 1, AWQ_ORDER),

@@ -91,7 +91,8 @@ def make_core(
 def run(
     core: EngineCore, requests: Sequence[Request]
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """Tokens of each request, and the distance to the second best token, all at once."""
+    """Run all requests at once; return the tokens of each, and for each token the lead of the
+    best logit over the second."""
     outputs: dict[str, tuple[list[int], list[float]]] = {
         r.request_id: ([], []) for r in requests
     }

@@ -297,8 +297,8 @@ def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
 def test_the_rotary_kernel_stores_the_rotated_keys(
     normed: str, pairs: RotaryPairs, rotated: int
 ) -> None:
-    """Q and K are rotated in place, K and V are in the pool and nowhere else; slot -1 is not
-    stored."""
+    """Q and K are rotated in place. K and V are written to their slots of the pool and to no
+    others; a token with slot -1 is not stored."""
     heads, kv_heads, dim, block = 4, 2, 32, 8
     packed = torch.randn(5, (heads + 2 * kv_heads) * dim, device=DEVICE)
     positions, slots = ints([0, 5, 8, 17, 3]), ints([3, 2, 7, -1, 9])

@@ -71,7 +71,8 @@ def test_packed_integers_are_read_as_compressed_tensors_reads_them(has_zeros: bo
 
 
 def test_experts_are_joined_after_they_are_dequantised(family: Any, tmp_path: Path) -> None:
-    """transformers joins the experts of a mixture into one weight, from plain ones."""
+    """transformers joins the weights of a mixture's experts into one, for which they must be
+    plain."""
     quantized, plain = write_quantized(
         family("qwen3_moe"), tmp_path, *FORMATS["ct-fp8-channel"]
     )

@@ -57,7 +57,8 @@ def test_an_address_for_control_at_which_nothing_listens_is_a_warning():
 
 
 def test_an_address_that_is_no_name_is_refused_at_start():
-    """A NAT does not explain a name that cannot be resolved."""
+    """A NAT may keep an instance from reaching its own address, so that is a warning. A name
+    that cannot be resolved is always wrong."""
     with pytest.raises(ConfigError, match="cannot be resolved"):
         check_peer("no.such.host.invalid:7", CONFIG)
 

@@ -136,7 +136,7 @@ def wake_ups_in(server: LiveServer, seconds: float) -> int:
 
 
 def num_wake_ups(pid: int) -> int:
-    """For all threads of a process, so far: each was woken about as often as it gave up the
+    """How often threads of a process have woken so far: about as often as they gave up the
     processor."""
     counts = [
         re.search(r"^voluntary_ctxt_switches:\s+(\d+)", path.read_text(), re.MULTILINE)

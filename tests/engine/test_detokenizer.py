@@ -28,7 +28,8 @@ WORDS = ["▁", "▁the", "▁a", "cat", "s", "é", "▁€", "日", "▁▁▁"
 
 @functools.cache
 def fallback_tokenizer(strips: bool) -> Tokenizer:
-    """Words, and one token per byte: Llama 2, Mistral, Phi-3 (which strip) and Gemma."""
+    """A tokenizer of words with one token per byte, as in Gemma; with `strips` as in Llama 2,
+    Mistral and Phi-3."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     fast = FastTokenizer(

@@ -233,8 +233,8 @@ def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_stands_still(tmp_path: Path) -> None:
-    """Lessons 38, 45: connections stay open but nothing answers. Calls end at their deadline
-    and requests with the right tokens; when the server continues, it is used again."""
+    """Lessons 38, 45: connections stay open but nothing answers. Calls end at their deadlines,
+    and requests end with the right tokens; when the server continues, it is used again."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend = bench.open()

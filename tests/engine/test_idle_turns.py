@@ -72,7 +72,7 @@ def test_the_loop_sleeps_with_a_queue_longer_than_it_examines(num_waiting: int) 
 
 
 def test_requests_that_come_while_others_wait_do_not_keep_the_loop_turning() -> None:
-    """Each new request costs one deadline, not a busy loop."""
+    """Each new request costs at most two turns without progress, not a busy loop."""
     harness = make_harness(max_num_seqs=4, max_batched_tokens=2048)
     idle = 0
     for number in range(30):

@@ -57,8 +57,8 @@ def test_steps_taken_at_once_give_what_steps_one_by_one_give(
 
 
 def test_steps_are_taken_at_once_where_nothing_is_decided():
-    """Many steps take few turns of the loop: alone, and with a request in the queue for which
-    there is no room."""
+    """Many steps take few turns of the loop, with an empty queue and with a request in the
+    queue for which there is no room."""
     for device_blocks in (40, 24):
         requests = [TraceRequest([n], 500, 600, 0.0, 512) for n in range(2)]
         config = make_config(block_tokens=64, device_gib=gib(4 * device_blocks))
