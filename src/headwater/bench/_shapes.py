@@ -28,7 +28,7 @@ class _Habit:
     """Chance that a turn is the last."""
 
     opens: float
-    """Mean number of ids in its first prompt, after the shared beginning."""
+    """Mean number of ids in the first prompt of a session, after the shared beginning."""
 
     grows: float = 2.0
     """Mean number of ids that a turn adds."""

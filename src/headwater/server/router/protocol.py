@@ -27,7 +27,7 @@ Role = Literal["mixed", "prefill", "decode"]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=512)]
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-"""SHA-256 in hex. A shorter value could match several."""
+"""Identity of a model: SHA-256 in hex. A shorter value could match several models."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Endpoint = Annotated[str, Meta(pattern=r"^tcp://[^\s]{1,256}$", max_length=262)]
