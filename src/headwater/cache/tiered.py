@@ -286,7 +286,7 @@ class TieredCache(CacheParts):
     ) -> Lookup:
         """Plan to ask storage how many of the first blocks of each path it has.
 
-        `finish_job` adds the blocks it has to the tree.
+        `finish_job` adds the blocks that storage has to the tree.
         """
         asked = tuple(questions)
         for path, num_blocks in asked:

@@ -199,7 +199,7 @@ class RayHost:
         self._groups: dict[str, Group] = {}
         self._placed: dict[str, Placed] = {}
         self._lock = threading.Lock()
-        """Held while these change, and never during a call of Ray."""
+        """Held while `_groups` or `_placed` changes, and never during a call of Ray."""
 
         self._threads: list[threading.Thread] = []
         self._turn = threading.Event()

@@ -126,7 +126,8 @@ class KVPool:
             self.ops.scatter(source, tokens, plane, self._token_rows)
 
     def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store `[layers * tokens * kv_heads, head_dim]` at rows `[layers, planes, tokens]`."""
+        """Store K and V, each `[layers * tokens * kv_heads, head_dim]`, at `rows`, which are
+        `[layers, planes, tokens]`."""
         heads = torch.arange(self.kv_heads, device=self.device)
         by_head = rows[..., None] * self.kv_heads + heads
         for plane, source in zip(by_head.unbind(1), (keys, values), strict=False):

@@ -95,7 +95,7 @@ _NEAR_SHARE = 2
 device block in this many. Otherwise these blocks would evict each other."""
 
 _NEAR_LOOKS = 16
-"""If these are n sequences, they are determined again after n / `_NEAR_LOOKS` changes."""
+"""The first n sequences are determined again after n / `_NEAR_LOOKS` changes of the queue."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""

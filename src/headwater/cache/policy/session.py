@@ -52,8 +52,8 @@ class SessionPolicy:
         self._recent: OrderedDict[Node, None] = OrderedDict()
         """Nodes that are not set aside, least recently used first."""
         self._aside: OrderedDict[Node, None] = OrderedDict()
-        """Nodes that an eviction passed over because a client expects to use them again, in that
-        order."""
+        """Nodes that an eviction passed over because a client expects to use them again, in the
+        order in which it passed over them."""
         self._ends: list[tuple[float, int, Node]] = []
         """Heap of the times when nodes are not expected any more. Nodes that are not set aside
         any more are skipped."""

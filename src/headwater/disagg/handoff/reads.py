@@ -106,7 +106,7 @@ class PeerReadClient:
         return self._num_read.pop(handoff, 0)
 
     def announced(self, handoff: int, num_blocks: int, now: float) -> None:
-        """Process D's answer: it sends `num_blocks` blocks."""
+        """Process D's answer: D sends `num_blocks` blocks."""
         if (entry := self._entries.get(handoff)) is not None:
             self._do(entry, entry.machine.announced(num_blocks, now), now)
 

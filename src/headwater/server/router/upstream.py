@@ -176,8 +176,8 @@ class Attempt:
                 timeouts.discard(self._scope)
 
     async def _deliver(self, message: Message) -> None:
-        """Send to the client. A slow client delays this, and the loss of the instance does not
-        end it: afterwards it is known what the client has."""
+        """Send to the client. The loss of the instance does not interrupt this, however slow
+        the client is, so that it is known afterwards what the client has."""
         server, scope = self._route.server, self._scope
         server.timeouts.discard(scope)
         scope.reschedule(None)
