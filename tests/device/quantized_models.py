@@ -139,7 +139,7 @@ def awq(weight: Tensor, *, group: int = 32) -> Written:
 
 
 def pack_quantized(weight: Tensor, *, group: int = 32, has_zeros: bool = False) -> Written:
-    """Inputs packed, as compressed-tensors stores them."""
+    """Codes packed along the inputs, as compressed-tensors stores them."""
     codes, scale, zero = int4_codes(weight, group, has_zeros=has_zeros)
     parts = {
         "weight_packed": packed(codes, 1),
