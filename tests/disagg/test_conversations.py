@@ -17,8 +17,8 @@ CONVERSATIONS = 3
 
 @composite
 def turns(draw):
-    """The conversation that continues, by how much, where it is served, and the cache that is
-    reset before."""
+    """For each turn: which conversation continues, by how many tokens, where it is served, and
+    which cache is reset before the turn."""
     return draw(
         lists(
             tuples(

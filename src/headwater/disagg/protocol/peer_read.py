@@ -102,7 +102,7 @@ class PeerRead:
         return [OpenLease(slots[:wanted]), Send(pull)]
 
     def announced(self, num_blocks: int, now: float) -> Actions:
-        """Process D's number of blocks that it sends; 0 after another number reports a failed
+        """Process the number of blocks that D sends; 0 after another number reports a failed
         push."""
         self._num_announced = num_blocks
         self._num_promised = max(self._num_promised, num_blocks)
