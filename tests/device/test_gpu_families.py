@@ -39,7 +39,8 @@ _WIDER = {
     "shared_expert_intermediate_size": 256,
     "shared_intermediate_size": 256,
 }
-"""Sizes for which the products of one row and the gated products of few rows are our kernels'."""
+"""Sizes for which our kernels compute the products of one row and the gated products of few
+rows."""
 
 _MAX_RATIO, _FLOOR = 3.0, 0.01
 """Median error of log-probabilities in bfloat16, compared with that of the model's own code in
@@ -47,7 +48,7 @@ bfloat16. The median, because rounding sends a few tokens to other experts."""
 
 
 def test_only_these_families_fall_back() -> None:
-    """A family that is added to the fallbacks is a decision, not a side effect."""
+    """Adding a family to the fallbacks is a decision, not a side effect."""
     assert NOT_FUSED == ALLOWED_FALLBACKS
 
 
@@ -139,7 +140,8 @@ def check_log_probabilities(rows: list[Running], folder: Path) -> None:
 
 
 def log_probabilities(model: Any, row: Running) -> Tensor:
-    """Of all tokens, in the model's own code, at each position that `row` has sampled."""
+    """Log-probabilities of all tokens, by the model's own code, at each position that `row` has
+    sampled."""
     with torch.inference_mode():
         logits = model(torch.tensor(row.tokens)[None]).logits[0]
     found: Tensor = logits.float().log_softmax(-1)[row.num_prompt - 1 : -1]

@@ -128,7 +128,7 @@ def test_a_broken_row_is_greedy(
     expected: int,
     is_edited: bool,
 ) -> None:
-    """Without and with each filter."""
+    """The result is the same with top-k, with top-p, with both and with neither."""
     for top_k, top_p in ((0, 1.0), (2, 1.0), (0, 0.5), (2, 0.5)):
         params = [SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, seed=3)]
 

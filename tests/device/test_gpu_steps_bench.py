@@ -15,7 +15,7 @@ from headwater.bench._gpu_shapes import SHAPES  # noqa: E402
 
 def test_a_context_beyond_the_positions_of_the_model_is_refused() -> None:
     """A row that would grow behind the rotary tables is refused before anything runs; on a GPU
-    it read memory of others, or ended with an illegal memory access."""
+    the kernels would read other memory, or end with an illegal memory access."""
     runner: Any = SimpleNamespace(_model=SimpleNamespace(max_model_len=4096))
     with pytest.raises(ValueError, match=r"row of 4\d+ tokens .* model's 4096"):
         _gpu_steps.decode_ms(runner, 1, 4096)

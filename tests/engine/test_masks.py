@@ -150,7 +150,7 @@ def test_rows_of_several_groups_get_their_own_masks(groups):
 
 
 def test_the_token_of_the_step_before_counts_as_output(groups):
-    """A token that the step was scheduled without is consumed like one that was known."""
+    """A token that was not known when the step was scheduled is consumed like any other."""
     take(groups, row(0, DIGITS, "1"))
     found = take(groups, row(0, DIGITS, "1")._replace(carried=ord("2")))
     assert allowed(found.words[0]) == set(b"0123456789")
@@ -231,8 +231,8 @@ def test_a_slow_first_mask_keeps_its_request_out_of_the_group(compiler, monkeypa
 
 
 def test_masks_that_were_taken_are_not_kept(groups):
-    """Each is a part of the masks of a whole step, which could otherwise not be freed before
-    every request of that step was forgotten."""
+    """Each mask is a part of the masks of a whole step: a mask that is kept would keep the
+    memory of all of them."""
     take(groups, *(row(number, DIGITS, "1") for number in range(9)), until=9)
     assert all(state.words is None for state in groups._states.values())
 

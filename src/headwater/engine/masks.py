@@ -40,8 +40,8 @@ _SLOW_S = 0.003
 masks."""
 
 _FURTHER_S = 0.0005
-"""What each further mask of a portion may take. Walking a vocabulary of 128,000 tokens takes
-0.35 ms, which is common: at the beginning of each string."""
+"""Time that each mask of a portion after the first may take. A mask at the beginning of a
+string, which is common, walks the whole vocabulary: 0.35 ms for 128,000 tokens."""
 
 _PORTION = 16
 """Masks that one call makes if there are several groups. The interpreter's lock is released once
@@ -80,8 +80,8 @@ class MaskedRow(NamedTuple):
     """The token after them, if the previous step sampled it."""
 
     def packed(self) -> bytes:
-        """All output tokens so far, four bytes each: they are compared several times per step,
-        which takes a tenth of the time with bytes."""
+        """All output tokens so far, four bytes each. They are compared several times per step,
+        and comparing bytes takes a tenth of the time."""
         known = self.output.tobytes()
         if self.carried is None:
             return known
@@ -151,7 +151,7 @@ class MaskWorkers:
         num_threads: int = 2,
         num_groups: int = 1,
     ) -> None:
-        """`num_threads` is that of the threads for slow masks."""
+        """`num_threads` threads make the slow masks."""
         self._compiler = compiler
         self._clock = clock
         self._max_states = max_states
