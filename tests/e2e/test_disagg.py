@@ -200,7 +200,8 @@ def test_a_killed_p_costs_time_and_nothing_else(cluster, step):
 
 @pytest.mark.parametrize("step", [nightly("ask"), "grant", nightly("done")])
 def test_a_killed_d_leaves_nothing_on_p(cluster, step):
-    """After kill -9 at each message, P ends its part, frees it, and serves the next request."""
+    """After kill -9 at each message, P ends its part of the hand-off, frees all its blocks, and
+    serves the next request."""
     prompt = cluster.prompt()
     with closing(cluster.proxy(step)) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address)

@@ -26,7 +26,7 @@ def plan_table(plan: Plan) -> str:
         lines.append(f"  {mark} {point['name']:<{width}}{_row(point, unit)}")
     lines += [
         "",
-        "  * on the Pareto front: no deployment that was tried is better at this price or cheaper",
+        "  * on the Pareto front: no deployment that was tried is better at the same or a lower price",
         (
             f"  ceiling: a cache without a size limit could find "
             f"{100 * plan['token_hit_ceiling']:.2f} % of prompt tokens"
