@@ -86,7 +86,9 @@ def _check_pins(cache: "CacheParts", nodes: list[Node]) -> None:
         _require(set(records).issuperset(node.jobs), "a node refers to a job that has ended")
     for lease in cache._leases:
         if not lease.node.gone:
-            _require(lease.node.end == lease.num_blocks, "a lease does not end with its node")
+            _require(
+                lease.node.end == lease.num_blocks, "a lease does not end where its node ends"
+            )
             full = len(lease.node.device) == lease.node.num_blocks
             _require(full, "a leased block is not on the device")
 

@@ -155,7 +155,7 @@ def _verify(inspector: "StorageInspector", options: Namespace) -> int:
 
 def _finding(bad: "Finding") -> str:
     if bad.slot is None:
-        return f"damaged: slab {bad.slab[:8]} cannot be read, no block in it is found"
+        return f"damaged: slab {bad.slab[:8]} cannot be read, so no block in it is found"
     what = "duplicate" if bad.reason == "duplicate" else f"damaged ({bad.reason})"
     freed = ", slot freed" if bad.is_repaired else ""
     return f"{what}: block {bad.key[:16]} in slot {bad.slot} of slab {bad.slab[:8]}{freed}"

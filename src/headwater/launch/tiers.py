@@ -130,7 +130,7 @@ def describe_tiers(
     if config.storage_backend is not None:
         lines.append(
             f"storage {_storage(config)}; it also gets the blocks on the host, as fast as it accepts "
-            "them; looked up for each prompt that is not in memory"
+            "them, and is asked about each prompt that is not in memory"
         )
     bound = (
         "" if config.load_policy == "wait" else f", waits end after {config.load_timeout_s:g} s"

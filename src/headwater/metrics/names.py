@@ -168,7 +168,7 @@ PD_IN_FLIGHT = Metric("pd_handoffs_in_flight", Kind.GAUGE, "Hand-offs in flight.
 PD_ASKS = Metric(
     "pd_asks_total",
     Kind.COUNTER,
-    "Requests for blocks of a decode instance, sent (prefill) or received (decode).",
+    "Requests for free blocks on a decode instance, sent (prefill) or received (decode).",
     ("side",),
 )
 PD_HANDOFFS = Metric("pd_handoffs_total", Kind.COUNTER, "Hand-offs that succeeded.", ("side",))
