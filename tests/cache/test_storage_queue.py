@@ -153,3 +153,27 @@ def test_blocks_that_leave_memory_before_their_write_are_counted():
     num_left = sum(cache.match(make_path(number)).num_blocks for number in range(10))
     assert num_left < 10
     assert cache.stats().unstored_blocks == 10 - num_left
+
+
+def test_runs_used_equally_often_are_written_in_the_order_in_which_they_were_queued():
+    """The oldest run is evicted first, so it is written first, whatever its length."""
+    cache = make_stored()
+    serve(cache, make_path(1, 2, 3))
+    serve(cache, make_path(4))
+    write_to_host(cache)
+
+    assert stored_in_order(cache) == keys(cache, 1, 2, 3) + keys(cache, 4)
+
+
+def test_uses_before_an_eviction_count():
+    """A run that was evicted and computed again has been used twice, so it comes before a run
+    that was used once and queued earlier."""
+    cache = make_stored(4, 4)
+    serve(cache, make_path(1, 2))
+    cache.trim(0)
+    serve(cache, make_path(3, 4))
+    serve(cache, make_path(1, 2))
+    write_to_host(cache)
+    cache.check()
+
+    assert stored_in_order(cache) == keys(cache, 1, 2) + keys(cache, 3, 4)

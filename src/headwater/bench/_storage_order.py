@@ -1,8 +1,8 @@
 """Storage that accepts a quarter of what is computed: does the order of writes matter?
 
-A trace is replayed three times. The first replay measures how much is computed per second. In
-the other two, storage accepts a quarter of that: first come, first served, or by expected
-reuse.
+For each of the policies `lru` and `session`, a trace is replayed at least three times. The first
+replay measures how much is computed per second. In the others, storage accepts a quarter of that:
+first come, first served, or by expected reuse.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ _SPEED = 0.4
 """At this speed one simulated H200 keeps up with the conversation trace."""
 
 _SHARE = 0.25
+_EVICTIONS = ("lru", "session")
 _DEVICE_GIB, _HOST_GIB, _STORAGE_GIB = 50.0, 150.0, 16_000.0
 
 StorageOrder = Literal["reuse", "arrival"]
@@ -31,31 +32,48 @@ def measure_storage_order(
     trace: Path, *, limit: int, hints: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """`storage_order_gain`: prompt tokens found in storage with writes ordered by reuse,
-    divided by those with first come, first served."""
+    divided by those with first come, first served, for each eviction policy."""
     load = TraceLoad(trace=trace, limit=limit, speed=_SPEED, scale=1.0, seed=1)
     plain = load.requests()
-    demand = _replay(plain, None, "arrival")
+    hinted = None if hints == "none" else with_hints(plain, hints)
+    gains, results = {}, {}
+    for eviction in _EVICTIONS:
+        result = _measure(eviction, plain, hinted, say)
+        gains[eviction] = result.pop("gain")
+        results[eviction] = result
+    return {"storage_order_gain": gains, "storage_order": results}
+
+
+def _measure(
+    eviction: str,
+    plain: list[TraceRequest],
+    hinted: list[TraceRequest] | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    demand = _replay(plain, eviction, None, "arrival")
     computed = demand["tokens_by_source"]["computed"]
     machine = preset("h200-8b")
     bytes_s = _SHARE * computed * machine.kv_token_bytes / demand["duration_s"]
-    say(f"storage-order: writes limited to {bytes_s / 1e9:.2f} GB/s")
+    say(f"storage-order: {eviction}, writes limited to {bytes_s / 1e9:.2f} GB/s")
     runs = {
-        "arrival": _replay(plain, bytes_s, "arrival"),
-        "reuse": _replay(plain, bytes_s, "reuse"),
+        "arrival": _replay(plain, eviction, bytes_s, "arrival"),
+        "reuse": _replay(plain, eviction, bytes_s, "reuse"),
     }
-    if hints != "none":
-        runs["reuse_with_hints"] = _replay(with_hints(plain, hints), bytes_s, "reuse")
+    if hinted is not None:
+        runs["reuse_with_hints"] = _replay(hinted, eviction, bytes_s, "reuse")
     found = {name: run["tokens_by_source"]["storage"] for name, run in runs.items()}
     return {
-        "storage_write_bytes_s": bytes_s,
-        "storage_found_tokens": found,
-        "storage_token_hit": {name: run["token_hit"] for name, run in runs.items()},
-        "storage_order_gain": {name: count / found["arrival"] for name, count in found.items()},
+        "gain": {name: count / found["arrival"] for name, count in found.items()},
+        "write_bytes_s": bytes_s,
+        "found_in_storage": {
+            name: found[name] / run["prompt_tokens"] for name, run in runs.items()
+        },
+        "found": {name: run["token_hit"] for name, run in runs.items()},
     }
 
 
 def _replay(
-    requests: list[TraceRequest], bytes_s: float | None, order: StorageOrder
+    requests: list[TraceRequest], eviction: str, bytes_s: float | None, order: StorageOrder
 ) -> dict[str, Any]:
     machine = preset("h200-8b")
     if bytes_s is not None:
@@ -66,7 +84,7 @@ def _replay(
         device_gib=_DEVICE_GIB,
         host_gib=_HOST_GIB,
         storage_gib=_STORAGE_GIB,
-        eviction="session",
+        eviction=eviction,
         load_policy="wait",
         storage_order=order,
     )

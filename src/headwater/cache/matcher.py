@@ -88,9 +88,9 @@ class InFlightPrefixes:
         return count
 
 
-Ghost: TypeAlias = tuple[MissReason, int]
-"""Why a node left the tree, and its uid. A node created again at its place takes over the uid,
-so that the ghosts of its children are still found."""
+Ghost: TypeAlias = tuple[MissReason, int, int]
+"""Why a node left the tree, its uid, and how often it was used. A node created again at its
+place takes over the uid, so that the ghosts of its children are still found."""
 
 _Place: TypeAlias = tuple[int, int, bytes]
 
@@ -115,7 +115,11 @@ class Ghosts:
         """Remember `nodes`, which were removed from the tree; return their number of blocks."""
         young, blocks = self._young, 0
         for node in nodes:
-            young[node.parent.uid, node.start, node.first] = (reason, node.uid)  # type: ignore[union-attr]  # never a root
+            young[node.parent.uid, node.start, node.first] = (  # type: ignore[union-attr]  # never a root
+                reason,
+                node.uid,
+                node.num_uses,
+            )
             blocks += node.num_blocks
         if len(young) > self._half:
             # A batch that alone exceeds the limit is forgotten at once.
@@ -129,13 +133,12 @@ class Ghosts:
         ghost = self._young.get(place) or self._old.get(place)
         return None if ghost is None else ghost[0]
 
-    def revive(self, parent: Node, depth: int, first: bytes) -> int | None:
-        """Remove the ghost at this place and return its uid."""
+    def revive(self, parent: Node, depth: int, first: bytes) -> Ghost | None:
+        """Remove the ghost at this place and return it."""
         if not self._young and not self._old:
             return None
         place = (parent.uid, depth, first)
-        ghost = self._young.pop(place, None) or self._old.pop(place, None)
-        return None if ghost is None else ghost[1]
+        return self._young.pop(place, None) or self._old.pop(place, None)
 
     def clear(self) -> None:
         """Forget all ghosts."""

@@ -57,6 +57,7 @@ class Node:
         "media",
         "namespace",
         "num_blocks",
+        "num_earlier_uses",
         "num_stored",
         "parent",
         "pins",
@@ -101,7 +102,9 @@ class Node:
         self.jobs: tuple[JobRecord, ...] = ()
         """Jobs with a segment in this node. While there is one, the host blocks of the node
         are not evicted."""
-        self.hits = 0
+        self.hits = self.num_earlier_uses = 0
+        """Hits of this node, and uses of the node that was evicted from its place before, as far as
+        ghosts remember."""
         self.suspended_at = -1
         """The value of `used` at which writing this node was suspended."""
         self.used = 0
@@ -121,6 +124,11 @@ class Node:
     def end(self) -> int:
         """Blocks up to and including this node on its path."""
         return self.start + self.num_blocks
+
+    @property
+    def num_uses(self) -> int:
+        """How often the node was used, as far as this is known."""
+        return self.num_earlier_uses + 1 + self.hits
 
     @property
     def num_both(self) -> int:

@@ -101,8 +101,13 @@ class Publisher:
 
     def _make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
         """Create a node after `parent` that has no blocks in any tier yet."""
-        uid = self._ghosts.revive(parent, parent.start + parent.num_blocks, first)
-        return self._tree.add_child(parent, first, path, count, uid)
+        ghost = self._ghosts.revive(parent, parent.start + parent.num_blocks, first)
+        if ghost is None:
+            return self._tree.add_child(parent, first, path, count)
+        _, uid, num_uses = ghost
+        node = self._tree.add_child(parent, first, path, count, uid)
+        node.num_earlier_uses = num_uses
+        return node
 
     def _append(self, parent: Node, first: bytes, path: TokenPath, slots: Slots) -> Node:
         """Add blocks, which are not in the tree yet, after `parent`, which this lease pins."""

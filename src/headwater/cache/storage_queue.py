@@ -8,9 +8,9 @@ turn, and the order decides what storage can find later. First are, in this orde
 3. all others,
 4. sessions that are over, as their client said;
 
-within each, blocks that were used most often, then the shortest runs, then the oldest. A block in
-storage is found only if all blocks before it are there too. So a node waits until its parent is
-stored, and lends the parent its rank.
+within each, blocks that were used most often, then those that were queued first. Uses before an
+eviction count too: ghosts remember them. A block in storage is found only if all blocks before it
+are there too. So a node waits until its parent is stored, and lends the parent its rank.
 
 Bounds: a queued node is in the tree and has host blocks. There are at most `max_nodes`; above
 that the lower half by rank is dropped. The heap has at most twice as many entries, plus a
@@ -35,8 +35,8 @@ class WriteLevel(IntEnum):
     OVER = 3
 
 
-WriteRank: TypeAlias = tuple[int, int, int, int]
-"""Sort key, smallest first: level, negative number of uses, blocks to write, serial number."""
+WriteRank: TypeAlias = tuple[int, int, int]
+"""Sort key, smallest first: level, negative number of uses, serial number."""
 
 _Entry: TypeAlias = tuple[WriteRank, int, Node]
 """The serial number in the middle is unique, so nodes are never compared. It is negative if the
@@ -89,7 +89,7 @@ class StorageQueue:
         if len(node.host) <= node.num_stored or node.gone:
             return False
         before = self._entries.get(node)
-        number = next(self._numbers) if before is None else before[0][3]
+        number = next(self._numbers) if before is None else before[0][2]
         self._push(node, self._rank(node, number, now))
         if len(self._entries) > self._max_nodes:
             self._drop_half()
@@ -155,15 +155,14 @@ class StorageQueue:
 
     def _rank(self, node: Node, number: int, now: float) -> WriteRank:
         if not self._by_reuse:
-            return 0, 0, 0, number
-        unstored = len(node.host) - node.num_stored
-        rank = _level(node, now), -min(_uses(node), MANY_USES), unstored, number
+            return 0, 0, number
+        rank = _level(node, now), -min(_uses(node), MANY_USES), number
         if len(node.children) == 1:
             # An only child may wait for this node, which then gets the better rank of the two.
             # A node with several children has a high rank already, because it is shared.
             child = self._entries.get(next(iter(node.children.values())))
             if child is not None and child[0] < rank:
-                return (*child[0][:3], number)
+                return (*child[0][:2], number)
         return rank
 
     def _push(self, node: Node, rank: WriteRank) -> None:
@@ -188,7 +187,7 @@ class StorageQueue:
                 waits = True
                 above = self._entries.get(at)
                 if above is not None and rank < above[0]:
-                    self._push(at, (*rank[:3], above[0][3]))
+                    self._push(at, (*rank[:2], above[0][2]))
                 elif above is None and len(at.host) < at.num_blocks:
                     self._write_to_host(at)
             at = at.parent
@@ -211,6 +210,6 @@ def _level(node: Node, now: float) -> WriteLevel:
 
 
 def _uses(node: Node) -> int:
-    """How often `node` was used: the larger of the count of the eviction policy and its hits
-    here."""
-    return node.hits + 1 if node.mark is None else max(node.mark.uses, node.hits + 1)
+    """How often `node` was used: the larger of the count of the eviction policy and that of the
+    tree."""
+    return node.num_uses if node.mark is None else max(node.mark.uses, node.num_uses)
