@@ -306,8 +306,8 @@ class GpuParts:
     def _sessions(self) -> None:
         from headwater.bench import _gpu_sessions
 
-        served, is_quick = self._served, self._options.quick
-        spec = _gpu_sessions.spec_for(served.device, is_quick=is_quick)
+        served, rounds = self._served, 1 if self._options.quick else self._options.rounds
+        spec = _gpu_sessions.spec_for(served.device, rounds=rounds)
         _gpu_sessions.measure_sessions(served, spec, self._found("sessions"))
 
     def _quant(self) -> None:

@@ -58,11 +58,9 @@ _SMALL = SessionSpec(
 )
 
 
-def spec_for(device: str, *, is_quick: bool) -> SessionSpec:
-    """The documented sessions on a GPU, one round of them with `is_quick`; small ones on a CPU."""
-    if device == "cpu":
-        return _SMALL
-    return SessionSpec(rounds=1 if is_quick else 3)
+def spec_for(device: str, *, rounds: int) -> SessionSpec:
+    """The documented sessions on a GPU, one round of small ones on a CPU."""
+    return _SMALL if device == "cpu" else SessionSpec(rounds=rounds)
 
 
 def measure_sessions(served: ServedModel, spec: SessionSpec, found: dict[str, Any]) -> None:

@@ -129,6 +129,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--trace", type=Path, help="a trace in the Mooncake format")
     parser.add_argument("--folder", type=Path, help="where files are written (temporary)")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of the all-miss runs (6)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of `sessions` (3)")
     parser.add_argument(
         "--budgets",
         type=lambda text: tuple(int(part) for part in text.split(",")),
