@@ -42,7 +42,7 @@ def _bench(name: str, needs_s: int, *, after: str | None = None) -> GpuPart:
 
 
 PARTS = (
-    # Tests of kernels mostly wait for the compiler, so four processes are about four times as fast.
+    # Tests of kernels mostly wait for the compiler, so several processes are several times as fast.
     _tests(
         "kernels",
         120,
@@ -54,7 +54,7 @@ PARTS = (
         "pairs",
         "early",
         "work",
-        workers=4,
+        workers=6,
     ),
     _tests(
         "models",
@@ -64,11 +64,14 @@ PARTS = (
         "quantized",
         "fp8_blocks",
         "fp8_experts",
+        "mx_experts",
         workers=4,
     ),
     _tests("families", 80, "families", workers=8),
-    _tests("steps", 100, "runner", "engine", "sampling", "ready", "ranks"),
-    _tests("copies", 60, "copier", "layerwise", "pinned", "slots", "cuda_link", "peers"),
+    _tests("steps", 100, "runner", "engine", "sampling", "ready", "ranks", workers=2),
+    _tests(
+        "copies", 60, "copier", "layerwise", "pinned", "slots", "cuda_link", "peers", workers=2
+    ),
     # Parts with targets that were missed when they were last measured come first.
     _bench("json", 60),
     _bench("quant", 150),
