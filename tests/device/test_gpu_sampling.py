@@ -292,3 +292,50 @@ def test_masked_tokens_are_never_chosen() -> None:
         masks=masks,
     )
     assert chosen.tolist() == Sampler(EOS).pick(logits, rows).tolist()
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize("slow", ["", "forward pass", "masks"])
+def test_each_step_samples_with_its_own_masks(slow: str, is_captured: bool) -> None:
+    """Masks are sent beside the forward pass. Whether that or the masks take long, no step
+    reads those of the step before or after it: each allows one token per row, and other tokens
+    and rows in each step."""
+    vocab, count, steps, slow_cycles = 128_256, 64, 48, 8_000_000
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(9)).cuda()
+    greedy = logits.argmax(-1).int()
+    chosen = greedy.clone()
+    sampler = DeviceSampler(chosen, vocab, EOS, dtype=logits.dtype)
+    if is_captured:
+        sampler.capture(logits)
+    torch.cuda.synchronize()
+    params = [SamplingParams(grammar="g", temperature=0.8, seed=row) for row in range(count)]
+    histories = [np.zeros(8, dtype=np.int32)] * count
+    places = np.arange(count, dtype=np.int32)
+    ended = [torch.cuda.Event() for _ in range(steps)]
+    found: list[Tensor] = []
+    wanted: list[tuple[Any, Any]] = []
+    for step in range(steps):
+        if step >= 2:  # two steps are in flight, as with a runner
+            ended[step - 2].synchronize()
+        rows = np.arange(step % 2, count, 1 + step % 3)
+        allowed = (rows * 997 + step * 4_999) % vocab
+        words = np.zeros((len(rows), vocab // 32), dtype=np.uint32)
+        words[np.arange(len(rows)), allowed // 32] = np.uint32(1) << (allowed % 32).astype(
+            np.uint32
+        )
+        masks = StepMasks(rows=rows.tolist(), words=words.view(np.int32))
+        chosen.copy_(greedy)
+        if slow == "forward pass":
+            torch.cuda._sleep(slow_cycles)
+        if slow == "masks":
+            with torch.cuda.stream(sampler._masks._stream):
+                torch.cuda._sleep(slow_cycles)
+
+        sampler.run(batch_of(params, histories, step=step), logits, places, masks, never)
+
+        found.append(chosen.clone())
+        ended[step].record()
+        wanted.append((rows, allowed))
+    torch.cuda.synchronize()
+    for tokens, (rows, allowed) in zip(found, wanted, strict=True):
+        assert tokens.cpu().numpy()[rows].tolist() == allowed.tolist()

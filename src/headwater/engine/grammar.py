@@ -25,8 +25,9 @@ _LIMITS = LLParserLimits(
 """These limits allow at most about 40 ms to build the lexer of a grammar and 20 ms for one
 mask."""
 
-_MAX_CACHED = 256
-"""Number of compiled grammars that are kept."""
+_MAX_CACHED = 512
+"""Number of compiled grammars that are kept, 50 to 80 kB each for a small schema. A grammar counts
+once per group that uses it."""
 
 _MAX_SENTENCE = 600
 """Characters of the library's error text that an error quotes."""

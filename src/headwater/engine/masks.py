@@ -49,8 +49,8 @@ per call. If it were released for each mask, several threads would wait for the 
 the masks take. A single group makes one mask per call: it has no other thread to wait for, and
 a call for several masks wakes a thread of the library, which takes 45 us."""
 
-_MAX_GROUPS = 4
-_CORES_PER_GROUP = 4
+_MAX_GROUPS = 8
+_CORES_PER_GROUP = 2
 
 _GRACE_S = 0.002
 """Longest wait for masks when the step has ended and other rows wait."""

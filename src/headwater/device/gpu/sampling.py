@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.counter_random import uniform_of
+from headwater.device.gpu.mask_buffer import MaskBuffer
 from headwater.device.gpu.penalty_counts import PenaltyCounts
 from headwater.device.gpu.sampling_table import EditList, SamplingTable
 from headwater.device.gpu.staging import Staging
@@ -32,9 +33,6 @@ _RING = 3
 _MAX_EDITS = 1 << 14
 """Maximum number of listed edits of a step. Steps with more are sampled by torch, which is
 slower."""
-
-_MASKED_ROWS = 16
-"""Rows with a mask for which pinned memory is allocated at start; it grows if needed."""
 
 _ROW_INTS = ("flags", "top_k", "state", "edit_start", "edit_end", "mask", "num_top")
 _ROW_FLOATS = (
@@ -105,9 +103,7 @@ class DeviceSampler:
             self._edits_at + 2 * _MAX_EDITS, dtype=torch.int32, device=device
         )
         self._staging = Staging(len(self._sent), num_buffers=_RING)
-        shape = (self._max_rows, -(-vocab // 32))
-        self._masks = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._mask_staging = Staging(_MASKED_ROWS * shape[1], num_buffers=_RING)
+        self._masks = MaskBuffer(self._max_rows, vocab, device, num_buffers=_RING)
         self._logprobs = LogprobBuffers(self._max_rows, device)
         self._host = torch.zeros(
             (_RING, *self._logprobs.out.shape), dtype=torch.int32, pin_memory=True
@@ -164,7 +160,7 @@ class DeviceSampler:
         """
         entries = self._table.entries(batch.params)
         num_top = self._table.num_logprobs[entries]
-        mask = self._send_masks(masks, len(places))
+        mask = self._masks.send(masks, len(places))
         self._send(batch, entries, places, mask, last_tokens)
         num_rows = len(logits)
         is_captured = self._captured is not None and (
@@ -176,6 +172,7 @@ class DeviceSampler:
             graphs[0].replay()
         else:
             self._choose(logits, num_rows)
+        self._masks.mark_read()
         host = self._host[self._num_steps % _RING]
         self._num_steps += 1
         pending = PendingLogprobs(host, places, num_top)
@@ -187,23 +184,6 @@ class DeviceSampler:
             self._find_logprobs(logits, num_rows)
         copy_ints(self._logprobs.out[:num_rows].view(-1), host.view(-1))
         return pending
-
-    def _send_masks(self, masks: StepMasks | None, num_rows: int) -> Ints:
-        """Per sampled row: the row of its mask on the device, or -1."""
-        mask = np.full(num_rows, -1, dtype=np.int64)
-        if masks is None or not masks.rows:
-            return mask
-        mask[masks.rows] = np.arange(len(masks.rows))
-        width = self._masks.shape[1]
-        count = len(masks.rows) * width
-        pinned, view = self._mask_staging.take(count)
-        words = view[:count].reshape(-1, width)
-        # The vocabulary of the tokenizer may be smaller or larger than the model's logits.
-        known = min(width, masks.words.shape[1])
-        words[:, :known] = masks.words[:, :known]
-        words[:, known:] = 0
-        copy_ints(pinned[:count], self._masks.view(-1))
-        return mask
 
     def _send(
         self,
@@ -314,7 +294,7 @@ class DeviceSampler:
             **floats,
             edit_ids=self._sent[self._edits_at : amounts_at],
             edit_amounts=self._sent[amounts_at:].view(torch.float32),
-            masks=self._masks,
+            masks=self._masks.words,
             counts=self._counts.data,
         )
 
