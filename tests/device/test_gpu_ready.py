@@ -1,19 +1,24 @@
 """After an engine on a GPU is ready, nothing is compiled, and constrained rows make progress."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headwater.config import EngineConfig
 from headwater.engine.core import EngineCore
+from headwater.engine.masks import MaskedRow, PendingMasks
 from headwater.launch.core import build_core
+from headwater.scheduler.batch import ScheduledBatch
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
 from tests.device.gpu import pytestmark, require_gpu
 
 require_gpu()
+
+from headwater.device.gpu.runner import CudaRunner  # noqa: E402 - it imports Triton
 
 __all__ = ["pytestmark"]
 
@@ -105,3 +110,31 @@ def test_many_constrained_rows_make_progress_with_two_steps_in_flight(core: Engi
         bytes(t for t in tokens if t < 256).startswith(b"[") for tokens in answers.values()
     )
     assert core.stats().num_steps - steps < 400
+
+
+def test_masks_of_first_tokens_are_made_while_the_forward_pass_is_queued(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They await no token of the step before. Later masks do, and are begun when their step is
+    queued."""
+    runner = core._runner
+    assert isinstance(runner, CudaRunner)
+    assert runner._masks is not None
+    serve(core, [make_request("compile", [3], temperature=0.8, grammar=ANY_JSON)])
+    calls: list[str] = []
+    begin, compute = runner._masks.begin, runner.compute
+
+    def note_begin(rows: Sequence[MaskedRow]) -> PendingMasks:
+        calls.append("begin")
+        return begin(rows)
+
+    def note_compute(batch: ScheduledBatch) -> Any:
+        calls.append("compute")
+        return compute(batch)
+
+    monkeypatch.setattr(runner._masks, "begin", note_begin)
+    monkeypatch.setattr(runner, "compute", note_compute)
+    request = make_request("first", [4, 5, 6], temperature=0.8, grammar=ANY_JSON)
+    serve(core, [request])
+
+    assert calls[:4] == ["begin", "compute", "compute", "begin"]

@@ -24,7 +24,12 @@ from headwater.device.gpu.kernel_cache import CompilationCounter
 from headwater.device.gpu.module import ModuleDecoder
 from headwater.device.gpu.sampling import DeviceSampler, PendingLogprobs
 from headwater.device.gpu.staging import Staging
-from headwater.device.gpu.submitted import SubmittedStep, record_begin, sampled_rows
+from headwater.device.gpu.submitted import (
+    SubmittedStep,
+    carried_tokens,
+    record_begin,
+    sampled_rows,
+)
 from headwater.device.gpu.suffix_graphs import SuffixGraphs
 from headwater.device.gpu.warm import warm_chunks
 from headwater.device.gpu.warm_steps import WarmLimits, warm_steps
@@ -38,7 +43,7 @@ from headwater.device.prompt_scores import PromptScores
 from headwater.device.runner import begin_masks, is_masked
 from headwater.device.sampler import LogprobTable, Sampler
 from headwater.device.upload import put
-from headwater.engine.masks import MaskWorkers, StepMasks
+from headwater.engine.masks import MaskWorkers, PendingMasks, StepMasks
 from headwater.errors import InvariantError
 from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult
 from headwater.types import Tokens
@@ -191,12 +196,16 @@ class CudaRunner:
         if self.announce is not None:
             self.announce(batch, batch.tokens)
         began = record_begin()
+        first_masks = None
+        if (batch.carry < 0).all():  # no mask awaits a token of the previous step
+            first_masks = begin_masks(self._masks, batch, {})
         with torch.inference_mode():
             logits, places, scores = self.compute(batch)
             logprobs, masks = None, None
-            carried = self._carried_tokens(batch)
+            carried = carried_tokens(batch, self._last)
             if len(places) and not self._sampling.is_plain(batch.params):
-                masks = self._take_masks(batch, carried)
+                pending = first_masks or begin_masks(self._masks, batch, carried)
+                masks = _take(pending, batch)
                 logprobs = self._choose(batch, logits, places, masks)
             self.share_chosen(places)
             self._finish_submit(
@@ -352,29 +361,6 @@ class CudaRunner:
         self._submitted.append(submitted)
         self._last = submitted
 
-    def _take_masks(self, batch: ScheduledBatch, carried: dict[int, int]) -> StepMasks | None:
-        """Masks of the rows with a grammar. Threads make them while the device computes this
-        step, which is already queued; so waiting here delays no other row."""
-        pending = begin_masks(self._masks, batch, carried)
-        if pending is None:
-            return None
-        return pending.take(is_alone=is_masked(batch), grace_s=_MASK_GRACE_S)
-
-    def _carried_tokens(self, batch: ScheduledBatch) -> dict[int, int]:
-        """The token before the sampled one, for each row with a grammar, when the previous step
-        has sampled it. The device computes this step meanwhile."""
-        wanted = [
-            row
-            for row, params in zip(batch.sampled.tolist(), batch.params, strict=True)
-            if params.grammar and batch.carry[row] >= 0
-        ]
-        if not wanted or self._last is None:
-            return {}
-        before = self._last.result()
-        rows = self._last.batch.sampled.tolist()
-        tokens = dict(zip(rows, before.tokens.tolist(), strict=True))
-        return {row: tokens[int(batch.carry[row])] for row in wanted}
-
     def _carry(self, batch: ScheduledBatch) -> IntArray:
         """Per row: index of the awaited token among the chosen ones; -1 if it awaits none."""
         carry = np.full(batch.num_rows, -1, dtype=np.int32)
@@ -390,6 +376,14 @@ class CudaRunner:
         if (carry[rows] < 0).any():
             raise InvariantError("a carry names a row that chose no token")
         return carry
+
+
+def _take(pending: PendingMasks | None, batch: ScheduledBatch) -> StepMasks | None:
+    """The masks of the rows with a grammar. Threads make them while the device computes this
+    step, which is already queued; so waiting here delays no other row."""
+    if pending is None:
+        return None
+    return pending.take(is_alone=is_masked(batch), grace_s=_MASK_GRACE_S)
 
 
 def _distinct(variants: list[Variant]) -> list[Variant]:

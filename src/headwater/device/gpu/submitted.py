@@ -79,6 +79,21 @@ class SubmittedStep:
         return tokens
 
 
+def carried_tokens(batch: ScheduledBatch, last: SubmittedStep | None) -> dict[int, int]:
+    """The token before the sampled one, for each row with a grammar, when `last`, the previous
+    step, has sampled it. The device computes this step meanwhile."""
+    wanted = [
+        row
+        for row, params in zip(batch.sampled.tolist(), batch.params, strict=True)
+        if params.grammar and batch.carry[row] >= 0
+    ]
+    if not wanted or last is None:
+        return {}
+    rows = last.batch.sampled.tolist()
+    tokens = dict(zip(rows, last.result().tokens.tolist(), strict=True))
+    return {row: tokens[int(batch.carry[row])] for row in wanted}
+
+
 def sampled_rows(
     batch: ScheduledBatch, masks: StepMasks | None, last_token: Callable[[int], Tokens]
 ) -> SampledRows:
