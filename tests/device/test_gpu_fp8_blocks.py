@@ -1,4 +1,4 @@
-"""Products of quantised rows with FP8 weights that have scales of blocks, against float64 over the
+"""Kernels around products with FP8 weights that have scales of blocks, against float64 over the
 stored values."""
 
 import pytest
@@ -9,8 +9,12 @@ from tests.device.gpu import DEVICE, HALF, IS_INTERPRETED, pytestmark, require_k
 
 require_kernels()
 
-from headwater.device.kernels import fp8_block_gemm as blocks  # noqa: E402 - Triton below
-from headwater.device.kernels.quantized import quantize_groups, small_gemm  # noqa: E402
+from headwater.device.gpu.fp8_blocks import padded  # noqa: E402 - Triton below
+from headwater.device.kernels.quantized import (  # noqa: E402
+    quantize_groups,
+    small_gemm,
+)
+from headwater.device.kernels.rows import gate  # noqa: E402
 from tests.device.test_gpu_kernels import error, gated  # noqa: E402
 
 __all__ = ["pytestmark"]
@@ -36,8 +40,8 @@ def rows_of(count: int) -> Tensor:
     return x.to(HALF)
 
 
-def represented(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.double() * scales[:, : len(codes)].T.double().repeat_interleave(128, 1)
+def represented(codes: Tensor, scales: Tensor, count: int) -> Tensor:
+    return (codes.double() * scales.T.double().repeat_interleave(128, 1))[:count]
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
@@ -50,48 +54,24 @@ def test_each_group_of_a_row_has_a_scale(count: int, is_normed: bool) -> None:
     if norm is not None:
         exact = torch.rms_norm(exact, [SIZE], norm[0].double(), norm[1])
 
-    codes, scales = quantize_groups(x, norm, blocks.scale_stride(count))
+    codes, scales = quantize_groups(x, norm, padded(count))
 
     groups = exact.view(count, -1, 128)
     assert error(448 * scales[:, :count].T, groups.abs().amax(-1)) < 1e-3
-    wrong = (represented(codes, scales) - exact).view(count, -1, 128).abs().amax(-1)
+    wrong = (represented(codes, scales, count) - exact).view(count, -1, 128).abs().amax(-1)
     allowed = 0.15 if IS_INTERPRETED else 0.04  # the interpreter rounds towards zero
     assert bool((wrong <= allowed * groups.abs().amax(-1) + 1e-9).all())
 
 
-@pytest.mark.parametrize("count", [2, 20, 128])
-def test_products_of_few_rows(weight: tuple[Tensor, Tensor, Tensor], count: int) -> None:
-    """Plain, gated and added products, whose inputs are split among programs."""
-    codes, scales, plain = weight
-    arrived = torch.zeros(LINES // 64, dtype=torch.int32, device=DEVICE)
-    x = quantize_groups(rows_of(count), None, blocks.scale_stride(count))
-    exact = represented(*x) @ plain.T
-    hidden = torch.randn(count, LINES, device=DEVICE)
-    before = hidden.double()
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_gate_and_up_are_interleaved_or_in_halves(in_halves: bool) -> None:
+    """Both orders give the gated result of the same numbers."""
+    x = torch.randn(5, 3000, device=DEVICE).to(HALF)
+    exact = gated(x.double())
+    if in_halves:
+        x = torch.cat((x[:, ::2], x[:, 1::2]), dim=1)
 
-    def product(is_gated: bool = False) -> Tensor:
-        return blocks.fp8_block_gemm(
-            *x, codes, scales, arrived, dtype=torch.float32, is_gated=is_gated
-        )
-
-    assert error(product(), exact) < 2e-3
-    assert error(product(is_gated=True), gated(exact)) < 4e-3
-    blocks.fp8_block_gemm(
-        *x, codes, scales, arrived, dtype=torch.float32, residual=hidden, factor=0.5
-    )
-    assert error(hidden, before + 0.5 * exact) < 2e-3
-    assert not arrived.any(), "counters are zero again"
-
-
-@pytest.mark.parametrize("count", [129, 300])
-def test_products_of_many_rows(weight: tuple[Tensor, Tensor, Tensor], count: int) -> None:
-    """More rows than one tile has, and not a multiple of it."""
-    codes, scales, plain = weight
-    x = quantize_groups(rows_of(count), None, blocks.scale_stride(count))
-
-    ours = blocks.fp8_block_tiled(*x, codes, scales, torch.float32)
-
-    assert error(ours, represented(*x) @ plain.T) < 2e-3
+    assert error(gate(x, in_halves=in_halves), exact) < 1e-2
 
 
 def test_products_without_the_fp8_tensor_cores(

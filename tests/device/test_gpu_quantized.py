@@ -18,14 +18,22 @@ from tests.device.pool_shape import PoolShape
 require_gpu()
 
 from headwater.bench._gpu_quant import quantized_matrix  # noqa: E402 - Triton below
+from headwater.device.gpu.fp8_blocks import padded, product  # noqa: E402
+from headwater.device.gpu.mlp import DenseMLP, RmsNorm, activated  # noqa: E402
 from headwater.device.gpu.packed_experts import PackedExperts  # noqa: E402
-from headwater.device.gpu.quantized import QuantizedWeight, quantized_weight  # noqa: E402
+from headwater.device.gpu.quantized import (  # noqa: E402
+    QuantizedLinear,
+    QuantizedWeight,
+    interleaved,
+    quantized_weight,
+)
 from headwater.device.gpu.runner import CudaRunner  # noqa: E402
 from headwater.device.gpu.work import num_entries, split_contexts, tiles  # noqa: E402
 from headwater.device.kernels.activation import GateActivation  # noqa: E402
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel  # noqa: E402
+from headwater.device.kernels.quantized import quantize_groups  # noqa: E402
 from headwater.device.kernels.rotary import rotate  # noqa: E402
 from headwater.device.kernels.tiles import ChunkWork  # noqa: E402
 from headwater.device.quantization.matrices import Int4Matrix  # noqa: E402
@@ -186,6 +194,68 @@ def test_products_of_quantised_weights(method: str, rows: int) -> None:
     both = weight.gated(x, None, GateActivation.SILU)
     if both is not None:
         assert error(both, gated(exact)) < 2 * allowed
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, 128, 300])
+@pytest.mark.parametrize("method", ["fp8_channel", "fp8_block", "int4"])
+def test_gate_and_up_as_one_weight(method: str, rows: int) -> None:
+    """The gated product of two layers is right, with a norm inside, and the layers keep their
+    weights. Its rows are interleaved, except for scales of blocks."""
+    parts = [make_weight(method) for _ in range(2)]
+    plain = [part.plain(torch.float32) for part in parts]
+    gate, up = (QuantizedLinear(part, None) for part in parts)
+    norm = RmsNorm(torch.rand(2048, device=DEVICE).bfloat16(), 1e-5)
+    x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
+
+    both = interleaved(gate, up)
+
+    assert both is not None
+    assert both.in_halves == (method == "fp8_block")
+    for part, before in zip((gate, up), plain, strict=True):
+        assert torch.equal(part.quantized.plain(torch.float32), before)
+    mlp = DenseMLP(up=both, down=parts[0], activation=GateActivation.SILU)
+    normed = torch.rms_norm(x.double(), [2048], norm.weight.double(), norm.epsilon)
+    first, second = (normed @ part.double().T for part in plain)
+    allowed = 8e-2 if method != "int4" and rows > 1 else 1e-2
+    ours = activated(mlp, x, norm, is_eager=True)
+    assert error(ours, torch.nn.functional.silu(first) * second) < allowed
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 64, 65, 130, 600])
+@pytest.mark.parametrize("outputs", [1024, 12288])
+def test_fp8_in_blocks_on_the_tensor_cores(outputs: int, rows: int) -> None:
+    """torch's products are used on a Hopper GPU, with both forms of scales, and are those of the
+    rounded rows; a replayed graph gives the same."""
+    weight = make_weight("fp8_block", outputs)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs have no products with scales of blocks")
+    assert torch.bfloat16 in weight.library_types
+    assert weight.blocks is not None
+    x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
+    codes, scales = quantize_groups(x, None, padded(rows))
+    values = codes.double() * scales.T.double().repeat_interleave(128, 1)
+    exact = values[:rows] @ weight.plain(torch.float32).double().T
+    results = {
+        "used": weight.product(x),
+        "outputs": product(codes, scales, weight.codes, weight.scales, None, x.dtype)[:rows],
+    }
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results["graph"] = weight.product(x)
+    graph.replay()
+
+    for name, result in results.items():
+        assert error(result, exact) < 5e-3, name
+
+
+def test_fp8_in_blocks_without_the_library() -> None:
+    """Where torch has no such products, weights are dequantised, and rows are not rounded."""
+    weight = replace(make_weight("fp8_block"), library_types=())
+    plain = weight.plain(torch.float32).double()
+
+    for rows in (2, 32, 33, 300):
+        x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
+        assert error(weight.product(x), x.double() @ plain.T) < 5e-3, f"{rows} rows"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 20, 128])

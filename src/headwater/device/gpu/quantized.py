@@ -4,6 +4,10 @@ dequantised copy.
 A weight in FP8 by row has a scale for each output; one by group has a scale for each output and
 128 inputs. Their products quantise the input rows in the same way, and use the FP8 tensor cores; a
 single row is not quantised. 4-bit weights are converted inside the product.
+
+Rows of gate and up are interleaved in one weight, because our kernels gate their results. FP8
+weights by group have all rows of gate, then all of up: their blocks stay whole, as torch's
+products need them.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from headwater.device.kernels import fp8_block_gemm as fp8_block
+from headwater.device.gpu import fp8_blocks
 from headwater.device.kernels import fp8_gemm as fp8
 from headwater.device.kernels import int4_gemm as int4
 from headwater.device.kernels import quantized as kernels
@@ -52,6 +56,16 @@ class QuantizedWeight:
     arrived: Tensor
     """Counters of products with split inputs; those of one weight run one after another."""
 
+    blocks: Tensor | None = None
+    """`[outputs / 128, inputs / 128]`: scales of whole blocks, for torch's products."""
+
+    library_types: tuple[torch.dtype, ...] = ()
+    """Types of rows for which torch has products in FP8 with this weight by group."""
+
+    in_halves: bool = False
+    """Whether a weight of gate and up has all rows of gate first; otherwise they are
+    interleaved."""
+
     @property
     def shape(self) -> tuple[int, int]:
         outputs, width = self.codes.shape
@@ -67,6 +81,8 @@ class QuantizedWeight:
             codes=self.codes[chosen],
             scales=self.scales[chosen],
             zeros=None if self.zeros is None else self.zeros[chosen],
+            blocks=None,
+            library_types=(),
         )
 
     def one_row(
@@ -86,17 +102,18 @@ class QuantizedWeight:
             )
         return quantized_gemv(
             x, self.codes, self.scales, self.zeros, code=self.code, group=self.group,
-            norm=norm, gated=gated, residual=residual, factor=factor, activation=activation,
+            norm=norm, gated=gated, in_halves=self.in_halves, residual=residual, factor=factor,
+            activation=activation,
         )  # fmt: skip
 
     def gated(self, x: Tensor, norm: Norm | None, activation: GateActivation) -> Tensor | None:
-        """`activation(gate) * up` of a weight with interleaved rows; None if `plain` is
-        faster."""
+        """`activation(gate) * up` of a weight of both; None if `plain` is faster, which has
+        interleaved rows then."""
         if len(x) == 1:
             return self.one_row(x, norm=norm, gated=True, activation=activation)
         result = self._fused(x, norm, is_gated=True, activation=activation)
-        if result is None and self.is_multiplied(len(x)):
-            return rows.gate(self.product(x, norm), activation)
+        if result is None and (self.in_halves or self.is_multiplied(len(x))):
+            return rows.gate(self.product(x, norm), activation, in_halves=self.in_halves)
         return result
 
     def add_to(self, hidden: Tensor, x: Tensor, factor: float) -> None:
@@ -123,9 +140,11 @@ class QuantizedWeight:
                 out_dtype=x.dtype,
                 use_fast_accum=True,
             )
-        if self._fits_blocks():
-            codes, scales = self._in_groups(x, norm)
-            return fp8_block.fp8_block_tiled(codes, scales, self.codes, self.scales, x.dtype)
+        if x.dtype in self.library_types:
+            codes, scales = kernels.quantize_groups(x, norm, fp8_blocks.padded(len(x)))
+            return fp8_blocks.product(
+                codes, scales, self.codes, self.scales, self.blocks, x.dtype
+            )[: len(x)]
         normed = x if norm is None else rows.norm(x, *norm)
         if self.is_multiplied(len(x)):
             return kernels.small_gemm(normed, self.codes, self.scales, group=self.group)
@@ -136,7 +155,7 @@ class QuantizedWeight:
         return (
             self.code is Code.FP8_ROW
             or (self.code is Code.FP8_GROUP and num_rows <= kernels.MAX_SMALL_ROWS)
-            or self._fits_blocks()
+            or bool(self.library_types)
             or self._fits_int4(num_rows)
         )
 
@@ -159,12 +178,6 @@ class QuantizedWeight:
                 codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype,
                 is_gated=is_gated, residual=residual, factor=factor, activation=activation,
             )  # fmt: skip
-        if len(x) <= fp8_block.MAX_TRANSPOSED_ROWS and self._fits_blocks():
-            codes, scales = self._in_groups(x, norm)
-            return fp8_block.fp8_block_gemm(
-                codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype,
-                is_gated=is_gated, residual=residual, factor=factor, activation=activation,
-            )  # fmt: skip
         if self._fits_int4(len(x)):
             normed = x if norm is None else rows.norm(x, *norm)
             return int4.int4_gemm(
@@ -172,13 +185,6 @@ class QuantizedWeight:
                 residual=residual, factor=factor, activation=activation,
             )  # fmt: skip
         return None
-
-    def _fits_blocks(self) -> bool:
-        return self.code is Code.FP8_GROUP and fp8_block.fits(self.codes, self.scales)
-
-    def _in_groups(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Rows quantised like this weight: a scale for each 128 inputs."""
-        return kernels.quantize_groups(x, norm, fp8_block.scale_stride(len(x)))
 
     def _fits_int4(self, num_rows: int) -> bool:
         return self.code is Code.INT4 and int4.fits(
@@ -189,7 +195,7 @@ class QuantizedWeight:
         """The dequantised weight, in new memory."""
         if self.code is Code.FP8_ROW:
             return (self.codes.float() * self.scales[:, None]).to(dtype)
-        # Gate and up are views of one weight with interleaved rows.
+        # Gate and up may be views of one weight with interleaved rows.
         return kernels.dequantize(
             self.codes.contiguous(),
             self.scales.contiguous(),
@@ -263,12 +269,25 @@ def quantized_weight(matrix: QuantizedMatrix, dtype: torch.dtype) -> QuantizedWe
         scales, code, group = scales[:, 0], Code.FP8_ROW, _FP8_CHUNK
     else:
         scales, code, group = _groups_first(scales), Code.FP8_GROUP, matrix.block[1]
-    return QuantizedWeight(
-        codes=matrix.codes,
-        scales=scales,
-        code=code,
-        group=group,
-        arrived=_counters(matrix.codes),
+    return _with_library(
+        QuantizedWeight(
+            codes=matrix.codes,
+            scales=scales,
+            code=code,
+            group=group,
+            arrived=_counters(matrix.codes),
+        )
+    )
+
+
+def _with_library(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight, prepared for torch's products if it is in FP8 by group."""
+    if weight.code is not Code.FP8_GROUP:
+        return weight
+    return replace(
+        weight,
+        blocks=fp8_blocks.block_scales(weight.scales),
+        library_types=fp8_blocks.offered_types(weight.codes.device, *weight.shape),
     )
 
 
@@ -322,10 +341,13 @@ def joined(layers: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
 
 
 def interleaved(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedWeight | None:
-    """One weight with the outputs of both layers interleaved; the layers become views of it.
-    None if they are quantised differently."""
+    """One weight with the outputs of both layers, interleaved or `in_halves`; the layers become
+    views of it. None if they are quantised differently."""
     if not _are_alike((gate, up)):
         return None
+    if gate.quantized.code is Code.FP8_GROUP:
+        whole = joined((gate, up))
+        return whole and replace(whole, in_halves=True)
     whole = _combined(
         (gate.quantized, up.quantized),
         lambda parts: torch.stack(parts, dim=1).flatten(0, 1),
@@ -346,10 +368,11 @@ def _combined(
     scales = combine([weight.scales for weight in weights])
     # torch cannot stack e4m3, so its bytes are stacked.
     codes = combine([weight.codes.view(torch.uint8) for weight in weights])
-    return replace(
+    whole = replace(
         weights[0],
         codes=codes.view(weights[0].codes.dtype),
         arrived=_counters(codes),
         scales=scales if scales.dim() == 1 else _groups_first(scales),
         zeros=_groups_first(combine(zeros)) if zeros else None,
     )
+    return _with_library(whole)

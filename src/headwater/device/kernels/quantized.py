@@ -5,9 +5,8 @@
     INT4 by group   codes in quarters of a chunk of inputs, as `unpack` describes
     MXFP4           e2m1 codes in quarters of 32 inputs, a power of two for each output and 32 inputs
 
-Products with one row are in `quantized_gemv`, with several rows in `fp8_gemm`, `fp8_block_gemm` and
-`int4_gemm`.
-For the rest, weights are dequantised into memory first, or torch's FP8 products are used.
+Products with one row are in `quantized_gemv`, with several rows in `fp8_gemm` and `int4_gemm`.
+For the rest, torch's FP8 products are used, or weights are dequantised into memory first.
 """
 
 from enum import IntEnum
@@ -87,19 +86,19 @@ def _quantize_groups(x, weight, codes, scales, epsilon, stride, SIZE: tl.constex
 
 
 def quantize_groups(
-    x: Tensor, norm: tuple[Tensor, float] | None, stride: int
+    x: Tensor, norm: tuple[Tensor, float] | None, padded: int
 ) -> tuple[Tensor, Tensor]:
-    """Like `quantize_rows`, with a scale for each row and 128 inputs: `[groups, stride]`, of
-    which the first scales of each group belong to the rows of `x`."""
+    """Like `quantize_rows`, with a scale for each row and 128 inputs: `[padded, size]` elements
+    and `[groups, padded]` scales. What is not of a row of `x` is undefined."""
     rows, size = x.shape
-    codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((size // 128, stride), dtype=torch.float32, device=x.device)
+    codes = torch.empty((padded, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((size // 128, padded), dtype=torch.float32, device=x.device)
     weight, epsilon = norm or (x, 0.0)
     # A norm needs the whole row.
     block = triton.next_power_of_2(size) if norm is not None else min(2048, size & -size)
     early = starts_early(x)
     _quantize_groups[(rows, triton.cdiv(size, block))](
-        x, weight, codes, scales, epsilon, stride, SIZE=size, BLOCK=block,
+        x, weight, codes, scales, epsilon, padded, SIZE=size, BLOCK=block,
         NORMED=norm is not None, EARLY=early, num_warps=8 if block > 4096 else 4,
         launch_pdl=early,
     )  # fmt: skip

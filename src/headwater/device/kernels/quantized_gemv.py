@@ -84,12 +84,18 @@ def _fixed(a, b, c, d, scale):
 
 
 @triton.jit
+def _stored(line, LINES: tl.constexpr, HALVES: tl.constexpr):
+    """The row of the weight that holds a line. Lines of gate and up alternate."""
+    return line // 2 + line % 2 * (LINES // 2) if HALVES else line
+
+
+@triton.jit
 def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor, line_stride,
           group_stride, SIZE: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr,
           N: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr,
           GROUPED: tl.constexpr, ZEROS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
           ADDED: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
+          HALVES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Compute the products with `EACH` lines of the weight, `N` at a time. A line has at most
     `WIDTH` words of 64 bits."""
     start_early(EARLY)
@@ -154,7 +160,7 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
     line = begin + of_tile
     if GROUPED:
         scale = tl.load(
-            scales + line[:, None] * line_stride + scale_at,
+            scales + _stored(line, LINES, HALVES)[:, None] * line_stride + scale_at,
             mask=(line < end)[:, None] & known_pair,
             other=0,
         )
@@ -162,7 +168,7 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
         line = first + of_tile
         known = line < end
         w = tl.load(
-            weight + line.to(tl.int64)[:, None] * words + at[None, :],
+            weight + _stored(line, LINES, HALVES).to(tl.int64)[:, None] * words + at[None, :],
             mask=known[:, None] & there[None, :],
             other=0,
         )
@@ -171,7 +177,7 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
             used = scale.to(tl.float32)
             after = line + N
             scale = tl.load(
-                scales + after[:, None] * line_stride + scale_at,
+                scales + _stored(after, LINES, HALVES)[:, None] * line_stride + scale_at,
                 mask=(after < end)[:, None] & known_pair,
                 other=0,
             )
@@ -180,7 +186,7 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
             part = tl.sum(tl.reshape(products, (N, pairs, 2)), 2).to(tl.float32)
             if ZEROS:
                 zero = tl.load(
-                    zeros + line[:, None] * line_stride + scale_at,
+                    zeros + _stored(line, LINES, HALVES)[:, None] * line_stride + scale_at,
                     mask=known[:, None] & known_pair,
                     other=8,
                 )
@@ -193,7 +199,8 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
             part = part * used
         total = tl.sum(part, 1) * row_scale
         if not GROUPED:
-            total = total * tl.load(scales + line, mask=known, other=0.0)
+            places = scales + _stored(line, LINES, HALVES)
+            total = total * tl.load(places, mask=known, other=0.0)
         output = line
         if GATED:
             gate, up_part = tl.split(tl.reshape(total, (N // 2, 2)))
@@ -216,12 +223,13 @@ def gemv(
     group: int,
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
+    in_halves: bool = False,
     residual: Tensor | None = None,
     factor: float = 1.0,
     activation: GateActivation = GateActivation.SILU,
 ) -> Tensor:
     """Like `gemv.gemv`, for one row; `group` is the number of inputs that share a scale, or the
-    chunk size."""
+    chunk size. With `in_halves` a gated weight has all rows of gate, then all of up."""
     size, lines = x.shape[1], len(weight)
     out = residual
     if out is None:
@@ -239,8 +247,8 @@ def gemv(
         scales.stride(-1), SIZE=size, LINES=lines, EACH=each, N=n,
         WIDTH=triton.next_power_of_2(words.shape[1]), GROUP=group, INT4=is_int4,
         GROUPED=scales.dim() == 2, ZEROS=zeros is not None, NORMED=norm is not None, GATED=gated,
-        ADDED=residual is not None, ACTIVATION=int(activation), STAGES=stages, EARLY=early,
-        num_warps=warps, launch_pdl=early,
+        ADDED=residual is not None, ACTIVATION=int(activation), STAGES=stages,
+        HALVES=gated and in_halves, EARLY=early, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return out
 

@@ -107,24 +107,33 @@ def add_normed(x: Tensor, weight: Tensor, epsilon: float, hidden: Tensor) -> Non
 
 
 @triton.jit
-def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+          HALVES: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
-    both_at = 2 * first + tl.arange(0, 2 * BLOCK)
-    both = tl.load(x + row * 2 * SIZE + both_at, mask=both_at < 2 * SIZE, other=0.0)
-    gate, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK, 2)))
     at = first + tl.arange(0, BLOCK)
+    if HALVES:
+        gate_at = x + row * 2 * SIZE + at
+        gate = tl.load(gate_at, mask=at < SIZE, other=0.0).to(tl.float32)
+        up = tl.load(gate_at + SIZE, mask=at < SIZE, other=0.0).to(tl.float32)
+    else:
+        both_at = 2 * first + tl.arange(0, 2 * BLOCK)
+        both = tl.load(x + row * 2 * SIZE + both_at, mask=both_at < 2 * SIZE, other=0.0)
+        gate, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK, 2)))
     result = activate(gate, up, 0.0, 0.0, ACTIVATION)
     tl.store(out + row * SIZE + at, result, mask=at < SIZE)
 
 
-def gate(x: Tensor, activation: GateActivation = GateActivation.SILU) -> Tensor:
-    """`activation(gate) * up` of each row, whose elements are gate and up interleaved."""
+def gate(
+    x: Tensor, activation: GateActivation = GateActivation.SILU, *, in_halves: bool = False
+) -> Tensor:
+    """`activation(gate) * up` of each row, whose elements are gate and up interleaved, or all of
+    gate, then all of up."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), 1024)
     _gate[(rows, triton.cdiv(size, block))](
-        x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation),
+        x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation), HALVES=in_halves,
     )  # fmt: skip
     return out
 
