@@ -10,7 +10,9 @@ from tests.device.gpu import DEVICE, HALF, IS_INTERPRETED, pytestmark, require_k
 require_kernels()
 
 from headwater.device.gpu.fp8_blocks import padded  # noqa: E402 - Triton below
+from headwater.device.kernels.activation import GateActivation  # noqa: E402
 from headwater.device.kernels.quantized import (  # noqa: E402
+    quantize_gated,
     quantize_groups,
     small_gemm,
 )
@@ -72,6 +74,27 @@ def test_gate_and_up_are_interleaved_or_in_halves(in_halves: bool) -> None:
         x = torch.cat((x[:, ::2], x[:, 1::2]), dim=1)
 
     assert error(gate(x, in_halves=in_halves), exact) < 1e-2
+
+
+@pytest.mark.parametrize("in_halves", [False, True])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_gated_rows_are_quantised_at_once(by_row: bool, in_halves: bool) -> None:
+    """Elements and scales are those of the gated rows, for one scale and for many."""
+    x = torch.randn(6, 2 * SIZE, device=DEVICE).to(HALF)
+    exact = gated(x.double())
+    if in_halves:
+        x = torch.cat((x[:, ::2], x[:, 1::2]), dim=1)
+
+    codes, scales = quantize_gated(
+        x, GateActivation.SILU, 8, by_row=by_row, in_halves=in_halves
+    )
+
+    each = scales if by_row else scales.T.repeat_interleave(128, 1)
+    groups = exact.view(6, 1 if by_row else -1, SIZE if by_row else 128)
+    tops = groups.abs().amax(-1)
+    assert error(448 * (scales if by_row else scales.T)[:6], tops) < 1e-3
+    wrong = ((codes.double() * each.double())[:6] - exact).view_as(groups).abs().amax(-1)
+    assert bool((wrong <= (0.15 if IS_INTERPRETED else 0.04) * tops).all())
 
 
 def test_products_without_the_fp8_tensor_cores(

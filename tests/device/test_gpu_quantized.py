@@ -19,7 +19,7 @@ require_gpu()
 
 from headwater.bench._gpu_quant import quantized_matrix  # noqa: E402 - Triton below
 from headwater.device.gpu.fp8_blocks import padded, product  # noqa: E402
-from headwater.device.gpu.mlp import DenseMLP, RmsNorm, activated  # noqa: E402
+from headwater.device.gpu.mlp import DenseMLP, RmsNorm, activated, add_dense  # noqa: E402
 from headwater.device.gpu.packed_experts import PackedExperts  # noqa: E402
 from headwater.device.gpu.quantized import (  # noqa: E402
     QuantizedLinear,
@@ -219,6 +219,32 @@ def test_gate_and_up_as_one_weight(method: str, rows: int) -> None:
     allowed = 8e-2 if method != "int4" and rows > 1 else 1e-2
     ours = activated(mlp, x, norm, is_eager=True)
     assert error(ours, torch.nn.functional.silu(first) * second) < allowed
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, 128, 129, 300])
+@pytest.mark.parametrize("method", ["fp8_channel", "fp8_block", "int4"])
+def test_a_whole_mlp(method: str, rows: int) -> None:
+    """Norm, gated product and the product after it, which is added, are right; the rows between
+    both products are rounded at most once more."""
+    gate, up = (QuantizedLinear(make_weight(method), None) for _ in range(2))
+    down = make_weight(method, 2048, 1024)
+    first, second, third = (
+        part.plain(torch.float32).double() for part in (gate.quantized, up.quantized, down)
+    )
+    both = interleaved(gate, up)
+    assert both is not None
+    mlp = DenseMLP(up=both, down=down, activation=GateActivation.SILU)
+    norm = RmsNorm(torch.rand(2048, device=DEVICE).bfloat16(), 1e-5)
+    hidden = torch.randn(rows, 2048, device=DEVICE).bfloat16()
+    normed = torch.rms_norm(hidden.double(), [2048], norm.weight.double(), norm.epsilon)
+    narrow = torch.nn.functional.silu(normed @ first.T) * (normed @ second.T)
+    exact = narrow @ third.T
+
+    scale = 0.5 / float(exact.std())  # so that the sum does not hide the product
+    expected = hidden.double() + scale * exact
+    add_dense(mlp, hidden, norm=norm, output_norm=None, scale=scale, is_eager=True)
+
+    assert error(hidden, expected) < (4e-2 if method != "int4" and rows > 1 else 1e-2)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 5, 64, 65, 130, 600])

@@ -7,11 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwater.device.gpu import fp8_blocks
 from headwater.device.gpu.quantized import QuantizedWeight, Weight
+from headwater.device.kernels import quantized as kernels
 from headwater.device.kernels import rows
 from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.gated import gate_up
 from headwater.device.kernels.gemv import fits, gemv
+from headwater.device.kernels.quantized import Code
 
 MAX_GEMM_ROWS = 8192
 """Rows computed at once between attentions; cuBLAS is 15 % slower with four times as many."""
@@ -48,7 +51,8 @@ class DenseMLP:
     """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate."""
 
     up: Weight
-    """`[inner, size]`; with a gate `[2 * inner, size]`, interleaved rows of gate and up."""
+    """`[inner, size]`; with a gate `[2 * inner, size]`, interleaved rows of gate and up, unless a
+    quantised weight has them in halves."""
 
     down: Weight
     activation: GateActivation
@@ -75,9 +79,34 @@ def add_dense(
     `output_norm` the result is multiplied by `scale`. `is_eager` means that this is not part of
     a graph, so each launch takes host time.
     """
+    is_plain = output_norm is None and mlp.down_bias is None and ranks is None
     for part in hidden.split(MAX_GEMM_ROWS):
+        if is_plain and _add_in_fp8(mlp, part, norm, scale):
+            continue
         narrow = activated(mlp, part, norm, is_eager=is_eager)
         add_linear(part, narrow, mlp.down, mlp.down_bias, output_norm, scale, ranks)
+
+
+def _add_in_fp8(mlp: DenseMLP, hidden: Tensor, norm: Norm | None, scale: float) -> bool:
+    """Add the result of the MLP, times `scale`, to `hidden` in place. Gated rows are quantised
+    where they are computed. False if its weights do not take such rows."""
+    up, down = mlp.up, mlp.down
+    if not (
+        mlp.is_gated and isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight)
+    ):
+        return False
+    if not (up.takes_codes(hidden) and down.takes_codes(hidden)):
+        return False
+    by_row = down.code is Code.FP8_ROW
+    codes, scales = kernels.quantize_gated(
+        up.product(*_centred(hidden, norm)),
+        mlp.activation,
+        len(hidden) if by_row else fp8_blocks.padded(len(hidden)),
+        by_row=by_row,
+        in_halves=up.in_halves,
+    )
+    hidden.add_(down.of_codes(codes, scales, hidden), alpha=scale)
+    return True
 
 
 def dense(mlp: DenseMLP, normed: Tensor, *, is_eager: bool) -> Tensor:

@@ -130,25 +130,38 @@ class QuantizedWeight:
         result = self._fused(x, norm)
         if result is not None:
             return result
+        if self.takes_codes(x):
+            return self.of_codes(*self._quantized(x, norm), x)
+        normed = x if norm is None else rows.norm(x, *norm)
+        if self.code is Code.FP8_GROUP and len(x) <= kernels.MAX_SMALL_ROWS:
+            return kernels.small_gemm(normed, self.codes, self.scales, group=self.group)
+        return torch.mm(normed, self.plain(x.dtype).T)
+
+    def takes_codes(self, x: Tensor) -> bool:
+        """Whether these rows are quantised, and torch multiplies them."""
         if self.code is Code.FP8_ROW:
-            codes, scales = kernels.quantize_rows(x, norm)
-            return torch._scaled_mm(
-                codes,
-                self.codes.T,
-                scale_a=scales,
-                scale_b=self.scales[None],
-                out_dtype=x.dtype,
-                use_fast_accum=True,
-            )
-        if x.dtype in self.library_types:
-            codes, scales = kernels.quantize_groups(x, norm, fp8_blocks.padded(len(x)))
+            return len(x) > 1 and not fp8.fits(self.codes, len(x))
+        return len(x) > 1 and x.dtype in self.library_types
+
+    def of_codes(self, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
+        """`x @ weight.T`, by torch; the first two are what `x` became."""
+        if self.code is Code.FP8_GROUP:
             return fp8_blocks.product(
                 codes, scales, self.codes, self.scales, self.blocks, x.dtype
             )[: len(x)]
-        normed = x if norm is None else rows.norm(x, *norm)
-        if self.is_multiplied(len(x)):
-            return kernels.small_gemm(normed, self.codes, self.scales, group=self.group)
-        return torch.mm(normed, self.plain(x.dtype).T)
+        return torch._scaled_mm(
+            codes,
+            self.codes.T,
+            scale_a=scales,
+            scale_b=self.scales[None],
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+
+    def _quantized(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        if self.code is Code.FP8_ROW:
+            return kernels.quantize_rows(x, norm)
+        return kernels.quantize_groups(x, norm, fp8_blocks.padded(len(x)))
 
     def is_multiplied(self, num_rows: int) -> bool:
         """Whether products of this many rows use no dequantised copy of the weight."""

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.early import start_early, starts_early
+from headwater.device.kernels.rows import gated_values
 
 
 class Code(IntEnum):
@@ -33,6 +35,30 @@ MAX_SMALL_ROWS = 32
 
 
 @triton.jit
+def _store_row(values, codes, scales, row, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Store the elements of a row and their scale."""
+    at = tl.arange(0, BLOCK)
+    top = tl.maximum(tl.max(tl.abs(values), 0), 1e-10)
+    tl.store(scales + row, top / 448.0)
+    values = (values * (448.0 / top)).to(tl.float8e4nv)
+    tl.store(codes + row * SIZE + at, values, mask=at < SIZE)
+
+
+@triton.jit
+def _store_groups(values, codes, scales, row, first, stride, SIZE: tl.constexpr,
+                  BLOCK: tl.constexpr) -> None:  # fmt: skip
+    """Store elements of a row from `first` on, and a scale for each 128 of them."""
+    groups: tl.constexpr = BLOCK // 128
+    values = tl.reshape(values, (groups, 128))
+    top = tl.maximum(tl.max(tl.abs(values), 1), 1e-10)
+    group = first // 128 + tl.arange(0, groups)
+    tl.store(scales + group * stride + row, top / 448.0, mask=group < SIZE // 128)
+    values = tl.reshape(values * (448.0 / top)[:, None], (BLOCK,)).to(tl.float8e4nv)
+    at = first + tl.arange(0, BLOCK)
+    tl.store(codes + row * SIZE + at, values, mask=at < SIZE)
+
+
+@triton.jit
 def _quantize_rows(x, weight, codes, scales, epsilon, SIZE: tl.constexpr, BLOCK: tl.constexpr,
                    NORMED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     start_early(EARLY)
@@ -43,9 +69,7 @@ def _quantize_rows(x, weight, codes, scales, epsilon, SIZE: tl.constexpr, BLOCK:
     if NORMED:
         scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
         values = values * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    top = tl.maximum(tl.max(tl.abs(values), 0), 1e-10)
-    tl.store(scales + row, top / 448.0)
-    tl.store(codes + row * SIZE + at, (values * (448.0 / top)).to(tl.float8e4nv), mask=inside)
+    _store_row(values, codes, scales, row, SIZE, BLOCK)
 
 
 def quantize_rows(x: Tensor, norm: tuple[Tensor, float] | None = None) -> tuple[Tensor, Tensor]:
@@ -76,13 +100,7 @@ def _quantize_groups(x, weight, codes, scales, epsilon, stride, SIZE: tl.constex
     if NORMED:
         scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
         values = values * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    groups: tl.constexpr = BLOCK // 128
-    values = tl.reshape(values, (groups, 128))
-    top = tl.maximum(tl.max(tl.abs(values), 1), 1e-10)
-    group = first // 128 + tl.arange(0, groups)
-    tl.store(scales + group * stride + row, top / 448.0, mask=group < SIZE // 128)
-    values = tl.reshape(values * (448.0 / top)[:, None], (BLOCK,))
-    tl.store(codes + row * SIZE + at, values.to(tl.float8e4nv), mask=inside)
+    _store_groups(values, codes, scales, row, first, stride, SIZE, BLOCK)
 
 
 def quantize_groups(
@@ -101,6 +119,43 @@ def quantize_groups(
         x, weight, codes, scales, epsilon, padded, SIZE=size, BLOCK=block,
         NORMED=norm is not None, EARLY=early, num_warps=8 if block > 4096 else 4,
         launch_pdl=early,
+    )  # fmt: skip
+    return codes, scales
+
+
+@triton.jit
+def _quantize_gated(x, codes, scales, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                    BY_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HALVES: tl.constexpr,
+                    EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    values = gated_values(x, row, first, SIZE, BLOCK, ACTIVATION, HALVES)
+    if BY_ROW:
+        _store_row(values, codes, scales, row, SIZE, BLOCK)
+    else:
+        _store_groups(values, codes, scales, row, first, stride, SIZE, BLOCK)
+
+
+def quantize_gated(
+    x: Tensor,
+    activation: GateActivation,
+    padded: int,
+    *,
+    by_row: bool,
+    in_halves: bool,
+) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` or `quantize_groups` of what `rows.gate` gives."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    codes = torch.empty((padded, size), dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (padded, 1) if by_row else (size // 128, padded)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(size) if by_row else min(2048, size & -size)
+    early = starts_early(x)
+    _quantize_gated[(rows, triton.cdiv(size, block))](
+        x, codes, scales, padded, SIZE=size, BLOCK=block, BY_ROW=by_row,
+        ACTIVATION=int(activation), HALVES=in_halves, EARLY=early,
+        num_warps=16 if block > 4096 else 4, launch_pdl=early,
     )  # fmt: skip
     return codes, scales
 

@@ -107,20 +107,29 @@ def add_normed(x: Tensor, weight: Tensor, epsilon: float, hidden: Tensor) -> Non
 
 
 @triton.jit
-def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-          HALVES: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    at = first + tl.arange(0, BLOCK)
+def gated_values(x, row, first, SIZE: tl.constexpr, BLOCK: tl.constexpr,  # noqa: ANN201
+                 ACTIVATION: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+    """`activation(gate) * up` of `BLOCK` elements of a row from `first` on, as float32; 0 after
+    its end."""
     if HALVES:
-        gate_at = x + row * 2 * SIZE + at
-        gate = tl.load(gate_at, mask=at < SIZE, other=0.0).to(tl.float32)
-        up = tl.load(gate_at + SIZE, mask=at < SIZE, other=0.0).to(tl.float32)
+        at = first + tl.arange(0, BLOCK)
+        place = x + row * 2 * SIZE + at
+        gate = tl.load(place, mask=at < SIZE, other=0.0).to(tl.float32)
+        up = tl.load(place + SIZE, mask=at < SIZE, other=0.0).to(tl.float32)
     else:
         both_at = 2 * first + tl.arange(0, 2 * BLOCK)
         both = tl.load(x + row * 2 * SIZE + both_at, mask=both_at < 2 * SIZE, other=0.0)
         gate, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK, 2)))
-    result = activate(gate, up, 0.0, 0.0, ACTIVATION)
+    return activate(gate, up, 0.0, 0.0, ACTIVATION)
+
+
+@triton.jit
+def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+          HALVES: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    result = gated_values(x, row, first, SIZE, BLOCK, ACTIVATION, HALVES)
+    at = first + tl.arange(0, BLOCK)
     tl.store(out + row * SIZE + at, result, mask=at < SIZE)
 
 
