@@ -19,8 +19,9 @@ from headwater.device.kernels import early  # noqa: E402
 __all__ = ["pytestmark"]
 
 
-def test_few_rows_start_early_and_a_single_wide_one_does_not() -> None:
-    """One row of a large model is slower if its kernels start early; this was measured."""
+def test_few_rows_start_early_and_a_product_of_a_wide_one_does_not() -> None:
+    """One row of a large model is slower if its products start early; this was measured. Short
+    kernels start early after them."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("for Hopper and later")
     for rows, size, expected in (
@@ -29,18 +30,19 @@ def test_few_rows_start_early_and_a_single_wide_one_does_not() -> None:
         (64, 8192, True),
         (65, 8, False),
     ):
-        assert early.starts_early(torch.empty(rows, size, device=DEVICE)) is expected
-    assert not early.starts_early(torch.empty(1, 2048, device=DEVICE), 4096)
+        x = torch.empty(rows, size, device=DEVICE)
+        assert early.starts_early(x) is expected
+        assert early.starts_early(x, is_short=True) is early.lets_next_start(x) is (rows <= 64)
 
 
-@pytest.mark.parametrize("num_rows", [1, 6])
+@pytest.mark.parametrize(("num_rows", "hidden_size"), [(1, 512), (6, 512), (1, 4096)])
 def test_log_probabilities_do_not_depend_on_the_start(
-    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, hidden_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured steps have the same log-probabilities, except for rounding, whether their
     kernels start early or not."""
     folder = save_family(
-        "llama", tmp_path, hidden_size=512, intermediate_size=1024, head_dim=64
+        "llama", tmp_path, hidden_size=hidden_size, intermediate_size=1024, head_dim=64
     )
     model = load(folder, device="cuda", dtype="bfloat16")
     params = SamplingParams(temperature=0.0, logprobs=5)

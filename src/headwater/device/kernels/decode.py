@@ -233,7 +233,7 @@ def _attend_pieces(
     width = max(16, triton.next_power_of_2(dim))
     exact = query.element_size() == 4
     keys = 32 if exact else 64
-    early = starts_early(query, heads * dim)
+    early = starts_early(query, is_short=True)
     _attend[(kv_heads, len(work.work_row))](
         query,
         pool,
@@ -276,7 +276,7 @@ def _join_pieces(
     group, at_once, warps = (1, 8, 2) if len(out) <= 64 else (4, 2, 2)
     if dim > _MAX_NARROW:  # a latent is as wide as several heads
         group, at_once, warps = (1, 16, 8) if len(out) <= 64 else (4, 2, 4)
-    early = starts_early(out, heads * dim)
+    early = starts_early(out, is_short=True)
     _join[(len(out), triton.cdiv(heads, group))](
         work.row_work,
         work.partial,

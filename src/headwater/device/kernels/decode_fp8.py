@@ -311,7 +311,7 @@ def attend_pieces(
         )
     parts = triton.cdiv(heads // kv_heads, _QUERIES)
     tiles_at_once, stages = _FEW_SHAPE if len(out) <= _FEW_ROWS else _SHAPE
-    early = starts_early(query, heads * dim)
+    early = starts_early(query, is_short=True)
     _attend[(kv_heads * parts, len(work.work_row))](
         query,
         tiles,

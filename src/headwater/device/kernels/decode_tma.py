@@ -227,7 +227,7 @@ def attend_decodes(
     group = heads // kv_heads
     together = _together(group, kv_heads, dim) if len(out) <= _FEW_ROWS else 1
     tiles = TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), [_KEYS, dim * together])
-    early = starts_early(query, heads * dim)
+    early = starts_early(query, is_short=True)
     _attend[(kv_heads // together, len(work.work_row))](
         query,
         tiles,

@@ -5,7 +5,8 @@ of that. A kernel that starts early waits in `start_early` until the kernel befo
 its results are visible. Before that it may only read what no kernel of the step writes: weights, and
 the lists that divide attention. Every program of such a kernel must call `start_early` before it
 reads anything else, writes or returns; then a kernel is complete only after all kernels before it,
-and memory can be reused as usual. The first kernel of a step is launched as usual, so that
+and memory can be reused as usual. A kernel that starts as usual may let the next one start early: the
+product of one large row does so for the rotation and the attention after it. The first kernel of a step is launched as usual, so that
 everything sent for the step is visible to all of its kernels.
 """
 
@@ -19,27 +20,34 @@ MAX_EARLY_ROWS = 64
 """Kernels over at most this many rows start early."""
 
 _MAX_ROW_SIZE = 4095
-"""A kernel over a single row starts early if the row has at most this many elements. The
-product of a larger row takes so long that an early start gains little, and it is slower if the
-next kernel already occupies a part of the processors."""
+"""A product of a single row starts early if the row has at most this many elements. The product of
+a larger row takes so long that an early start gains little, and its programs are spread unevenly if
+the kernel before still occupies a part of the processors."""
 
 
-def starts_early(rows: Tensor, size: int | None = None) -> bool:
+def starts_early(rows: Tensor, *, is_short: bool = False) -> bool:
     """Whether a kernel over `rows` starts early: the value of `EARLY` and `launch_pdl` in its
-    launch. `size` is the number of elements of a row; the default is the last dimension of
-    `rows`."""
-    row_size = rows.shape[-1] if size is None else size
+    launch. `is_short` means that a single row takes little time, however large it is."""
+    is_wide = len(rows) == 1 and rows.shape[-1] > _MAX_ROW_SIZE
+    return lets_next_start(rows) and (is_short or not is_wide)
+
+
+def lets_next_start(rows: Tensor) -> bool:
+    """Whether the kernel after one over `rows` may start early: the value of `NEXT` in its
+    launch."""
     return (
         rows.is_cuda
         and len(rows) <= MAX_EARLY_ROWS
-        and (len(rows) > 1 or row_size <= _MAX_ROW_SIZE)
         and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     )
 
 
 @triton.jit
-def start_early(EARLY: tl.constexpr) -> None:
-    """Let the next kernel start, and wait until the kernel before is complete."""
+def start_early(EARLY: tl.constexpr, NEXT: tl.constexpr = False) -> None:
+    """Let the next kernel start, and wait until the kernel before is complete. With `NEXT` alone,
+    this kernel started as usual, so there is nothing to wait for."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+    elif NEXT:
+        gdc_launch_dependents()

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
-from headwater.device.kernels.early import start_early, starts_early
+from headwater.device.kernels.early import lets_next_start, start_early, starts_early
 
 _FEW_OUTPUTS = 512
 """Maximum number of outputs of a router. Its tiles have two outputs, so that every processor
@@ -68,6 +68,7 @@ def _gemv(
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    NEXT: tl.constexpr,
 ):
     whole: tl.constexpr = SIZE % K == 0
     output = tl.program_id(0) * N + tl.arange(0, N)
@@ -84,7 +85,7 @@ def _gemv(
         next_w = _inputs(lines_at, begin, SIZE, K <= SIZE)
         if GATED:
             next_up = _inputs(lines_at + SIZE, begin, SIZE, K <= SIZE)
-    start_early(EARLY)
+    start_early(EARLY, NEXT)
     left = tl.zeros([N, K], tl.float32)
     right = tl.zeros([N, K], tl.float32)
     # The scale of the norm is one number per row, so it is applied to the sums: the row is read
@@ -189,6 +190,7 @@ def gemv(
         ACTIVATION=int(activation),
         STAGES=stages,
         EARLY=early,
+        NEXT=lets_next_start(x),
         num_warps=4,
         launch_pdl=early,
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
-from headwater.device.kernels.early import start_early, starts_early
+from headwater.device.kernels.early import lets_next_start, start_early, starts_early
 from headwater.device.kernels.quantized import Code
 from headwater.device.kernels.unpack import (
     e4m3_products,
@@ -95,10 +95,10 @@ def _gemv(x, weight, scales, zeros, norm_weight, residual, out, epsilon, factor,
           N: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr,
           GROUPED: tl.constexpr, ZEROS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
           ADDED: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr,
-          HALVES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+          HALVES: tl.constexpr, EARLY: tl.constexpr, NEXT: tl.constexpr):  # fmt: skip
     """Compute the products with `EACH` lines of the weight, `N` at a time. A line has at most
     `WIDTH` words of 64 bits."""
-    start_early(EARLY)
+    start_early(EARLY, NEXT)
     codes: tl.constexpr = 16 if INT4 else 8
     words: tl.constexpr = SIZE // codes
     pairs: tl.constexpr = WIDTH // 2
@@ -248,7 +248,8 @@ def gemv(
         WIDTH=triton.next_power_of_2(words.shape[1]), GROUP=group, INT4=is_int4,
         GROUPED=scales.dim() == 2, ZEROS=zeros is not None, NORMED=norm is not None, GATED=gated,
         ADDED=residual is not None, ACTIVATION=int(activation), STAGES=stages,
-        HALVES=gated and in_halves, EARLY=early, num_warps=warps, launch_pdl=early,
+        HALVES=gated and in_halves, EARLY=early, NEXT=lets_next_start(x), num_warps=warps,
+        launch_pdl=early,
     )  # fmt: skip
     return out
 

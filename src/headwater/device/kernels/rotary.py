@@ -195,7 +195,7 @@ def rotate(
     query_norm, key_norm, epsilon, is_last = norms or (packed, packed, 0.0, False)
     step, apart = (1, half) if pairs is RotaryPairs.HALVES else (2, 1)
     grid = (len(packed), triton.cdiv(heads + 2 * kv_heads, group))
-    early = starts_early(packed, heads * dim)
+    early = starts_early(packed, is_short=True)
     _rotate[grid](
         packed,
         positions,
