@@ -5,10 +5,11 @@ import ipaddress
 import os
 import socket
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headwater.cli.values import add_command
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,15 +27,9 @@ development and tests; in production use your own CA.
 """
 
 
-def add_certs(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
+def add_certs(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser: ArgumentParser = commands.add_parser(
-        "certs",
-        usage="headwater certs FOLDER NAME... [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "certs FOLDER NAME... [flags]", _ABOUT)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder for the files")
     parser.add_argument(
         "names", nargs="+", metavar="NAME", help="names of the certificates, one file pair each"

@@ -8,12 +8,12 @@ import json
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headwater.cli.values import help_text, number_value
+from headwater.cli.values import add_command, help_text, number_value
 from headwater.config import CPU_STEP_TOKENS, EngineConfig
 from headwater.device.budget import blocks_within, free_main_bytes
 from headwater.device.survey import ModelSurvey, survey, survey_of
@@ -46,15 +46,9 @@ _HOW = {
 }
 
 
-def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
+def add_check(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser: ArgumentParser = commands.add_parser(
-        "check",
-        usage="headwater check MODEL [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "check MODEL [flags]", _ABOUT)
     parser.add_argument("model", metavar="MODEL", help="model directory or Hugging Face name")
     parser.add_argument(
         "--revision",

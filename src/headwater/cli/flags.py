@@ -1,16 +1,11 @@
 """The flags of `serve`, in groups. Help texts state effect, unit and default."""
 
-from argparse import (
-    ArgumentParser,
-    BooleanOptionalAction,
-    RawDescriptionHelpFormatter,
-    _SubParsersAction,
-)
+from argparse import ArgumentParser, BooleanOptionalAction, _SubParsersAction
 from pathlib import Path
 
 from headwater.cli.cluster_flags import add_cluster_flags
 from headwater.cli.security import add_access_flags
-from headwater.cli.values import help_text, number_value
+from headwater.cli.values import add_command, help_text, number_value
 from headwater.config import (
     CPU_NUM_SEQS,
     CPU_STEP_TOKENS,
@@ -40,13 +35,7 @@ _LIMITS = LimitsConfig()
 
 def add_serve(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    serve = commands.add_parser(
-        "serve",
-        usage="headwater serve [MODEL] [flags]",
-        description=_SERVE,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    serve = add_command(commands, "serve [MODEL] [flags]", _SERVE)
     serve.add_argument(
         "model", nargs="?", metavar="MODEL", help="model directory or Hugging Face name"
     )

@@ -4,13 +4,14 @@ import json
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from headwater.cli.machine_flags import add_machine, sim_config
 from headwater.cli.replay import ROUTERS, add_load, add_slo, cluster, load_of
+from headwater.cli.values import add_command
 from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
@@ -34,13 +35,7 @@ T = TypeVar("T")
 
 def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser = commands.add_parser(
-        "plan",
-        usage="headwater plan TRACE [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "plan TRACE [flags]", _ABOUT)
     parser.add_argument("trace", metavar="TRACE", type=Path, help="trace or recording")
     _add_sweep(parser)
     add_load(parser.add_argument_group("load"))

@@ -3,17 +3,12 @@
 import json
 import sys
 import time
-from argparse import (
-    ArgumentParser,
-    Namespace,
-    RawDescriptionHelpFormatter,
-    _ArgumentGroup,
-    _SubParsersAction,
-)
+from argparse import ArgumentParser, Namespace, _ArgumentGroup, _SubParsersAction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cli.machine_flags import add_machine, sim_config
+from headwater.cli.values import add_command
 from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
@@ -43,13 +38,7 @@ ROUTERS = ("cache_aware", "least_load", "round_robin")
 
 def add_replay(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser = commands.add_parser(
-        "replay",
-        usage="headwater replay TRACE [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "replay TRACE [flags]", _ABOUT)
     parser.add_argument("trace", metavar="TRACE", type=Path, help="trace or recording")
     add_load(parser.add_argument_group("load"))
     add_machine(parser.add_argument_group("machine"))

@@ -2,8 +2,7 @@
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from typing import Any
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 
 from headwater.cli.security import (
     add_access_flags,
@@ -12,6 +11,7 @@ from headwater.cli.security import (
     peer_token_of,
     tls_of,
 )
+from headwater.cli.values import add_command
 from headwater.config import LOG_FORMATS
 from headwater.disagg.routing import POLICIES
 from headwater.server.router.config import RouterConfig
@@ -29,15 +29,9 @@ share a secret:
 _ROUTER = RouterConfig(is_insecure=True)
 
 
-def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
+def add_route(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser: ArgumentParser = commands.add_parser(
-        "route",
-        usage="headwater route [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "route [flags]", _ABOUT)
     parser.add_argument("--host", default=_ROUTER.host, help=_help("address to bind"))
     parser.add_argument(
         "--port", type=int, default=_ROUTER.port, help=_help("port; 0 is any free one")

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwater.cli.values import add_command
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,13 +28,7 @@ done while servers use the directory: nothing that a living process owns is chan
 
 def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser = commands.add_parser(
-        "storage",
-        usage="headwater storage {ls,stats,verify,prune} DIR [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "storage {ls,stats,verify,prune} DIR [flags]", _ABOUT)
     actions = parser.add_subparsers(
         dest="action", metavar="ACTION", required=True, prog="headwater storage"
     )

@@ -3,7 +3,7 @@
 import json
 import ssl
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections import deque
 from http import HTTPStatus
 from http.client import RemoteDisconnected
@@ -13,6 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from headwater.cli.keys_pressed import PressedKeys
+from headwater.cli.values import add_command
 from headwater.config import api_key_from_environment
 from headwater.errors import ConfigError, HeadwaterError
 
@@ -47,13 +48,7 @@ class Unreachable(HeadwaterError):
 
 def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser = commands.add_parser(
-        "top",
-        usage="headwater top [URL] [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "top [URL] [flags]", _ABOUT)
     parser.add_argument(
         "url",
         nargs="?",

@@ -10,17 +10,13 @@ import secrets
 import shlex
 import signal
 import sys
-from argparse import (
-    ArgumentParser,
-    BooleanOptionalAction,
-    Namespace,
-    RawDescriptionHelpFormatter,
-)
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _SubParsersAction
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.cli.security import TLS_FLAGS, add_tls_flags, commands_to_try, tls_of
+from headwater.cli.values import add_command
 from headwater.config import api_key_from_environment
 from headwater.errors import ConfigError
 from headwater.launch.hub import find_model
@@ -46,14 +42,12 @@ While it runs: headwater status, scale decode=4, drain NAME, restart, logs NAME,
 """
 
 
-def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
+def add_up(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser: ArgumentParser = commands.add_parser(
-        "up",
-        usage="headwater up [-f FILE | --mixed N | --prefill N --decode N] [flags] [-- serve flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_command(
+        commands,
+        "up [-f FILE | --mixed N | --prefill N --decode N] [flags] [-- serve flags]",
+        _ABOUT,
     )
     parser.add_argument("-f", "--file", metavar="FILE", type=Path, help="cluster file (YAML)")
     parser.add_argument(

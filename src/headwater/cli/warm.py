@@ -1,10 +1,9 @@
 """`headwater warm`: compile everything a model needs on this device, for image builds."""
 
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from typing import Any
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 
-from headwater.cli.values import help_text
+from headwater.cli.values import add_command, help_text
 from headwater.config import EngineConfig
 
 _ABOUT = """\
@@ -17,15 +16,9 @@ same kind of machine; servers that find the folder start without compiling.
 """
 
 
-def add_warm(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
+def add_warm(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
-    parser: ArgumentParser = commands.add_parser(
-        "warm",
-        usage="headwater warm [MODEL] [flags]",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "warm [MODEL] [flags]", _ABOUT)
     parser.add_argument(
         "model",
         nargs="?",
