@@ -67,7 +67,7 @@ def json_call(index: int, tool: ToolSpec, *, arguments_key: str) -> tuple[str, l
 
 
 def tagged_arguments(
-    index: int, tool: ToolSpec, *, before: Callable[[str], str], between: str, after: str
+    index: int, tool: ToolSpec, *, before: Callable[[str], str], after: str
 ) -> tuple[str, list[str]]:
     """Arguments written one by one between tags: text as it is, other values as JSON."""
     parameters = tool.parameters
@@ -84,7 +84,7 @@ def tagged_arguments(
             rules.append(f"{name}: /[^<]*/")
         else:
             rules.append(_value_rule(name, schema, parameters))
-        term = f"{quoted(before(key) + between)} {name} {quoted(after)}"
+        term = f"{quoted(before(key))} {name} {quoted(after)}"
         terms.append(term if key in required else f"({term})?")
     return " ".join(terms), rules
 

@@ -42,6 +42,18 @@ class _Tags:
     closing: str
     """Ends a value."""
 
+    written_name: str
+    """What the grammar writes before the arguments; `{}` stands for the name."""
+
+    written_key: str
+    """What the grammar writes before a value; `{}` stands for its key."""
+
+    written_end: str
+    """What the grammar writes after a value."""
+
+    last: str = ""
+    """A term of the grammar: what follows the last argument."""
+
     trims_newlines: bool = False
     """Whether a line break at each end of a value is not part of it."""
 
@@ -52,6 +64,9 @@ _GLM = _Tags(
     head=re.compile(r"\s*([\w.\-]+)\s*(?=<arg_key>)"),
     key=re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.S),
     closing="</arg_value>",
+    written_name="{}\n",
+    written_key="<arg_key>{}</arg_key>\n<arg_value>",
+    written_end="</arg_value>\n",
 )
 _QWEN = _Tags(
     call=re.compile(r"\s*<function=([\w.\-]+)>(.*)</function>\s*", re.S),
@@ -59,76 +74,61 @@ _QWEN = _Tags(
     head=re.compile(r"\s*<function=([\w.\-]+)>\s*(?=<parameter=)"),
     key=re.compile(r"\s*<parameter=([^>]+)>"),
     closing="</parameter>",
+    written_name="\n<function={}>\n",
+    written_key="<parameter={}>\n",
+    written_end="\n</parameter>\n",
+    last='"</function>\\n" ',
     trims_newlines=True,
 )
 
 
-class GlmFormat(CallsOnlyFormat):
-    """GLM 4.5 and later: `<arg_key>` and `<arg_value>` for each argument."""
+class _TaggedFormat(CallsOnlyFormat):
+    """A call between two markers, with the tags of the subclass."""
 
-    markers: Sequence[str] = (
-        "<tool_call>",
-        "</tool_call>",
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-    )
+    tags: _Tags
+    markers: Sequence[str] = ("<tool_call>", "</tool_call>")
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        return _parser(_GLM, tools)
+        tags = self.tags
+        return BlockParser(
+            _BLOCK, lambda text: _read(text, tools, tags), lambda: TaggedCallStream(tags, tools)
+        )
 
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
     ) -> str | None:
-        opening, closing = terminal("<tool_call>"), terminal("</tool_call>")
+        opening, closing = terminal(_BLOCK.opening), terminal(_BLOCK.closing)
+        tags = self.tags
 
         def write(index: int, tool: ToolSpec) -> tuple[str, list[str]]:
             arguments, rules = tagged_arguments(
-                index,
-                tool,
-                before=lambda key: f"<arg_key>{key}</arg_key>\n",
-                between="<arg_value>",
-                after="</arg_value>\n",
+                index, tool, before=tags.written_key.format, after=tags.written_end
             )
-            return f"{opening} {quoted(tool.name + chr(10))} {arguments} {closing}", rules
+            name = quoted(tags.written_name.format(tool.name))
+            return f"{opening} {name} {arguments} {tags.last}{closing}", rules
 
         if any(terminal(marker)[0] != '"' for marker in self.markers[2:]):
             return None  # tags that are special tokens cannot be inside quoted text
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
 
 
-class QwenCoderFormat(CallsOnlyFormat):
+class GlmFormat(_TaggedFormat):
+    """GLM 4.5 and later: `<arg_key>` and `<arg_value>` for each argument."""
+
+    tags = _GLM
+    markers: Sequence[str] = (
+        *_TaggedFormat.markers,
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    )
+
+
+class QwenCoderFormat(_TaggedFormat):
     """Qwen 3 Coder: `<function=…>` around `<parameter=…>` for each argument."""
 
-    markers: Sequence[str] = ("<tool_call>", "</tool_call>")
-
-    def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        return _parser(_QWEN, tools)
-
-    def grammar(
-        self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
-    ) -> str | None:
-        opening, closing = terminal("<tool_call>"), terminal("</tool_call>")
-
-        def write(index: int, tool: ToolSpec) -> tuple[str, list[str]]:
-            arguments, rules = tagged_arguments(
-                index,
-                tool,
-                before=lambda key: f"<parameter={key}>\n",
-                between="",
-                after="\n</parameter>\n",
-            )
-            head = quoted(f"\n<function={tool.name}>\n")
-            return f'{opening} {head} {arguments} "</function>\\n" {closing}', rules
-
-        return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
-
-
-def _parser(tags: _Tags, tools: Sequence[ToolSpec]) -> OutputParser:
-    return BlockParser(
-        _BLOCK, lambda text: _read(text, tools, tags), lambda: TaggedCallStream(tags, tools)
-    )
+    tags = _QWEN
 
 
 class TaggedCallStream:
