@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headwater.device import gemm as gemm_module
 from headwater.device.gemm import PLUS, SILU, STORE, TIMES, Gemm, load_gemm
+from headwater.native import compiler
 
 OPS = {
     STORE: lambda product, other: product,
@@ -95,7 +95,7 @@ def test_a_machine_without_a_compiler_uses_torch(
     def fails(*_: object) -> None:
         raise subprocess.CalledProcessError(1, "cc")
 
-    monkeypatch.setattr(gemm_module, "compile_library", fails)
+    monkeypatch.setattr(compiler, "compile_library", fails)
 
     assert load_gemm.__wrapped__() is None
     assert "more slowly" in caplog.text

@@ -13,6 +13,7 @@ from headwater.device.attention.chunk import ChunkRow
 from headwater.device.attention.prefill import PrefillStep, load_kernel, prefill_step
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
+from headwater.native import compiler
 from tests.device.driver import Driver
 from tests.device.families import prompt
 from tests.device.pool_shape import PoolShape
@@ -204,7 +205,7 @@ def test_a_machine_without_a_compiler_uses_torch(
     def fails(*_: object) -> None:
         raise subprocess.CalledProcessError(1, "cc")
 
-    monkeypatch.setattr(prefill, "compile_library", fails)
+    monkeypatch.setattr(compiler, "compile_library", fails)
     kernel = load_kernel.__wrapped__()
     monkeypatch.setattr(prefill, "load_kernel", lambda: kernel)
     pool = pool_of()

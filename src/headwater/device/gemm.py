@@ -6,7 +6,6 @@ name under which torch has already loaded its own.
 
 import ctypes
 import logging
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.native.compiler import compile_library
+from headwater.native.compiler import open_library
 
 _SOURCE = Path(__file__).with_name("gemm.c")
 _FLAGS = (
@@ -86,11 +85,10 @@ class Gemm:
 def load_gemm() -> Gemm | None:
     """The compiled products; compiled now if necessary. None if that fails or a result is
     wrong."""
-    try:
-        gemm = Gemm(ctypes.CDLL(str(compile_library(_SOURCE, _FLAGS))))
-    except (OSError, subprocess.SubprocessError) as exc:
-        _log.warning("matrix products run in torch, more slowly: %s", exc)
+    library = open_library(_SOURCE, _FLAGS, "matrix products run in torch, more slowly")
+    if library is None:
         return None
+    gemm = Gemm(library)
     x, weight = torch.randn(11, 40), torch.randn(72, 40)
     ours = gemm.multiply(x, gemm.pack(weight), None, 72)
     if torch.allclose(ours, F.linear(x, weight), rtol=1e-4, atol=1e-4):

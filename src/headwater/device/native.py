@@ -4,16 +4,14 @@ Without a compiler everything works, but more slowly: `load` logs it and returns
 """
 
 import ctypes
-import logging
 import math
-import subprocess
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headwater.device.spans import SpanLengths
-from headwater.native.compiler import compile_library
+from headwater.native.compiler import open_library
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (
@@ -25,8 +23,6 @@ _WIDEST = 256
 """Largest head size, for sums on the C stack."""
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-_log = logging.getLogger(__name__)
 
 
 class NativeOps:
@@ -115,11 +111,8 @@ def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Buffers:
 
 def load() -> NativeOps | None:
     """The compiled operations; compiled now if necessary. None if that fails."""
-    try:
-        return NativeOps(ctypes.CDLL(str(compile_library(_SOURCE, _FLAGS))))
-    except (OSError, subprocess.SubprocessError) as exc:
-        _log.warning("small operations run in torch, more slowly: %s", exc)
-        return None
+    library = open_library(_SOURCE, _FLAGS, "small operations run in torch, more slowly")
+    return None if library is None else NativeOps(library)
 
 
 def _function(library: ctypes.CDLL, name: str, *types: type) -> "ctypes._NamedFuncPointer":

@@ -5,7 +5,9 @@ the flags and the processor, so a changed source is compiled again and an old li
 loaded by mistake.
 """
 
+import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -16,7 +18,19 @@ from pathlib import Path
 
 from headwater.native.folder import cache_folder
 
+_log = logging.getLogger(__name__)
+
 _COMPILE_S = 60.0
+
+
+def open_library(source: Path, flags: Sequence[str], otherwise: str) -> ctypes.CDLL | None:
+    """The loaded library; compiled now if necessary. None if that fails, with a warning that says
+    what happens `otherwise`."""
+    try:
+        return ctypes.CDLL(str(compile_library(source, flags)))
+    except (OSError, subprocess.SubprocessError) as exc:
+        _log.warning("%s: %s", otherwise, exc)
+        return None
 
 
 def compile_library(source: Path, flags: Sequence[str]) -> Path:

@@ -6,8 +6,6 @@ torch: for other pools and variants, and without a compiler.
 """
 
 import ctypes
-import logging
-import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch import Tensor
 from headwater.device.attention.base import Variant
 from headwater.device.attention.chunk import ChunkRow
 from headwater.device.kv import KVPool
-from headwater.native.compiler import compile_library
+from headwater.native.compiler import open_library
 
 _SOURCE = Path(__file__).with_name("prefill.c")
 _FLAGS = (
@@ -27,8 +25,6 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 )
 _P, _I = ctypes.c_void_p, ctypes.c_int64
-
-_log = logging.getLogger(__name__)
 
 
 class _Chunks(ctypes.Structure):
@@ -126,8 +122,5 @@ def kernel_for(pool: KVPool) -> PrefillKernel | None:
 @cache
 def load_kernel() -> PrefillKernel | None:
     """The compiled attention; compiled now if necessary. None if that fails."""
-    try:
-        return PrefillKernel(ctypes.CDLL(str(compile_library(_SOURCE, _FLAGS))))
-    except (OSError, subprocess.SubprocessError) as exc:
-        _log.warning("attention of prompts runs in torch, more slowly: %s", exc)
-        return None
+    library = open_library(_SOURCE, _FLAGS, "attention of prompts runs in torch, more slowly")
+    return None if library is None else PrefillKernel(library)
