@@ -10,12 +10,12 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from threading import Event
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from headwater.bench._tier_engine import TierEngine
-from headwater.bench._tier_pricing import POLICIES, compare_policies
+from headwater.bench._tier_pricing import POLICIES, PricingScenario, compare_policies
 from headwater.storage import Opening, StorageBackend, open_storage
 from headwater.storage.base import BlockRead
 from headwater.storage.forwarding import ForwardingStorage
@@ -62,24 +62,11 @@ class SlowStorage(ForwardingStorage):
         super().close()
 
 
-class LiveScenario(NamedTuple):
-    """One cell of the grid."""
-
-    tier: str
-    prompt_tokens: int
-    load: str
-    link: str
-
-    @property
-    def name(self) -> str:
-        return "/".join(map(str, self))
-
-
-def live_scenarios() -> dict[str, LiveScenario]:
+def live_scenarios() -> dict[str, PricingScenario]:
     """All combinations of tier, prompt length and load; storage also on a slow link."""
     tiers = (("device", "fast"), ("host", "fast"), ("file", "fast"), ("file", "slow"))
     made = (
-        LiveScenario(tier, tokens, load, link)
+        PricingScenario(tier=tier, prompt_tokens=tokens, load=load, link=link)
         for (tier, link), tokens, load in product(tiers, _LENGTHS, _CLIENTS)
     )
     return {scenario.name: scenario for scenario in made}
@@ -90,7 +77,7 @@ def measure_live_pricing(
     settings: Mapping[str, Any],
     folder: Path,
     *,
-    scenarios: Sequence[LiveScenario],
+    scenarios: Sequence[PricingScenario],
     rounds: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -112,7 +99,7 @@ def measure_live_pricing(
 
 
 def _measure_cell(
-    scenario: LiveScenario,
+    scenario: PricingScenario,
     model: "LoadedModel",
     settings: Mapping[str, Any],
     folder: Path,
@@ -139,7 +126,7 @@ def _measure_cell(
 
 
 def _engine(
-    scenario: LiveScenario,
+    scenario: PricingScenario,
     model: "LoadedModel",
     settings: Mapping[str, Any],
     folder: Path,
@@ -179,7 +166,7 @@ def _storage(link: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _serve_round(scenario: LiveScenario, engine: TierEngine, *, seed: int) -> list[float]:
+def _serve_round(scenario: PricingScenario, engine: TierEngine, *, seed: int) -> list[float]:
     """Seconds to the first token of each session that returns. The round begins with empty
     memory: a full host would lose blocks that are evicted from the device all at once."""
     engine.core.reset_cache()
