@@ -1,6 +1,5 @@
 """`headwater up`: what it refuses before it starts, and a live cluster."""
 
-import json
 import os
 import shlex
 import signal
@@ -16,6 +15,7 @@ import pytest
 from headwater.cli import main
 from headwater.cluster.control import ClusterFolder, ControlServer
 from headwater.testing.ports import free_port
+from tests.cluster.commands import ClusterCommands
 from tests.waiting import is_running, until
 
 
@@ -160,7 +160,7 @@ def test_down_returns_when_the_cluster_has_ended(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "cluster default has ended"
 
 
-class LocalCluster:
+class LocalCluster(ClusterCommands):
     """`headwater up -f FILE` with one instance, and the commands that an operator gives."""
 
     def __init__(self, folder, *, is_killed=False):
@@ -201,22 +201,6 @@ class LocalCluster:
             "roles: {mixed: {count: 1}}\nrouters: {port: 0}\nrestart: {first_delay_s: 0.1}\n"
             f"flags: {{{flags}}}\n"
         )
-
-    def ask(self, *words):
-        """Run a command of `headwater` and return its output."""
-        done = subprocess.run(
-            [sys.executable, "-m", "headwater", *words],
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def members(self):
-        return {m["name"]: m for m in json.loads(self.ask("status", "--json"))["members"]}
 
     def until_state(self, name, state, run=1):
         """Wait until this start of a process has this state."""

@@ -7,12 +7,12 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from headwater.testing.ports import free_port
 from tests.waiting import is_running, until
 
 RAY = Path(sys.executable).with_name("ray")
@@ -26,43 +26,12 @@ def node_address():
     return ray.util.get_node_ip_address()
 
 
-def free_port(address="127.0.0.1"):
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
-
-
-class RedisServer:
-    """A Redis without persistence on a free port."""
-
-    def __init__(self, folder):
-        self.port = free_port()
-        self._process = subprocess.Popen(
-            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""],
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-        )
-        until(self._answers)
-
-    @property
-    def address(self):
-        return f"127.0.0.1:{self.port}"
-
-    def _answers(self):
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def close(self):
-        self._process.kill()
-        self._process.wait()
-
-
 class RayCommands:
     """`ray start` for a head and its nodes, each of which can be killed with SIGKILL."""
 
     def __init__(self, *, redis=None):
         self._mark, self._nodes = secrets.token_hex(8), 0
-        self._redis = {} if redis is None else {"RAY_REDIS_ADDRESS": redis.address}
+        self._redis = {} if redis is None else {"RAY_REDIS_ADDRESS": f"127.0.0.1:{redis.port}"}
         self._folders: list[Path] = []
         host = node_address()
         self.address = f"{host}:{free_port(host)}"

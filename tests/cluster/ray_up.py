@@ -13,6 +13,7 @@ from importlib import util
 import httpx
 import pytest
 
+from tests.cluster.commands import ClusterCommands
 from tests.cluster.ray_nodes import node_address
 from tests.waiting import until
 
@@ -84,7 +85,7 @@ class Load:
             thread.join(120)
 
 
-class RayCluster:
+class RayCluster(ClusterCommands):
     """`headwater up --ray`, and the commands that control it."""
 
     def __init__(self, address, folder, text, *, until_line="stop with"):
@@ -117,21 +118,6 @@ class RayCluster:
         self._reader.start()
         assert self.process.poll() is None, self.lines
         self.start_s = time.monotonic() - began_s
-
-    def ask(self, *words):
-        done = subprocess.run(
-            [sys.executable, "-m", "headwater", *words],
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def members(self):
-        return {m["name"]: m for m in json.loads(self.ask("status", "--json"))["members"]}
 
     def until_ready(self, count, within_s=240):
         deadline = time.monotonic() + within_s

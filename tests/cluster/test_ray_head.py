@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.cluster.ray_nodes import RayCommands, RedisServer
+from tests.cluster.ray_nodes import RayCommands
 from tests.cluster.ray_up import (
     HEADERS,
     NEEDS_RAY,
@@ -18,6 +18,7 @@ from tests.cluster.ray_up import (
     process_id,
     stream,
 )
+from tests.storage.conftest import RedisServer
 from tests.waiting import is_running, until
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def started(folder, *, redis=None, at_head=False):
 def redis(tmp_path):
     redis = RedisServer(tmp_path)
     yield redis
-    redis.close()
+    redis.stop()
 
 
 def test_a_head_with_redis_is_replaced_under_load(redis, tmp_path, monkeypatch):

@@ -1,12 +1,9 @@
 """Storage backends for plug-in tests, opened by name as users open their own."""
 
-import shutil
-import subprocess
+import os
 from pathlib import Path
 from threading import Event
 from typing import Any
-
-import pytest
 
 from headwater.errors import StorageError
 from headwater.storage.memory import MemoryStorage
@@ -55,10 +52,23 @@ class SharedMemory(MemoryStorage):
             raise StorageError("switched off by the test")
 
 
-def start_redis(port: int, folder: Path) -> "subprocess.Popen[bytes]":
-    """A redis-server that keeps nothing; the test is skipped where there is none."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
-    command = [program, "--port", str(port), "--save", "", "--dir", str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def end_hanging_calls():
+    """Let the calls of every shared store return, so that its plug-ins can be closed."""
+    for store in SHARED.values():
+        if store.hang is not None:
+            store.hang.set()
+
+
+def damage_slabs(folder: Path, damage: str) -> None:
+    """Truncate the slab files of a store, or flip a bit in each of their blocks and none in their
+    headers."""
+    slabs = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_size > 1e6]
+    assert slabs
+    for slab in slabs:
+        if damage == "truncate":
+            os.truncate(slab, slab.stat().st_size // 2)
+            continue
+        raw = bytearray(slab.read_bytes())
+        for at in range(4096 + 512, len(raw), 1024):
+            raw[at] ^= 1
+        slab.write_bytes(raw)

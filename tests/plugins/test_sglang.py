@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from headwater.errors import ConfigError
-from tests.plugins.backends import SHARED
+from tests.plugins.backends import SHARED, end_hanging_calls
 
 PAGE, LAYERS, HEADS, DIM, TOKENS = 16, 2, 2, 32, 256
 
@@ -71,9 +71,7 @@ def make_backend(model):
         return backend, pool
 
     yield make
-    for store in SHARED.values():
-        if store.hang is not None:
-            store.hang.set()
+    end_hanging_calls()
     for backend in backends:
         backend.close()
 

@@ -20,7 +20,7 @@ from headwater.plugins.vllm.host_tier import HostTier, HostTierConfig
 from headwater.plugins.vllm.messages import OrderEnd, RankReport
 from headwater.plugins.vllm.pages import KVPages
 from headwater.transfer.slab import PAGE_BYTES, HostSlab
-from tests.plugins.backends import SHARED
+from tests.plugins.backends import SHARED, end_hanging_calls
 from tests.waiting import until
 
 TOKENS = 16
@@ -124,9 +124,7 @@ def make_engine():
         return engines[-1]
 
     yield make
-    for store in SHARED.values():
-        if store.hang is not None:
-            store.hang.set()
+    end_hanging_calls()
     for engine in engines:
         engine.worker.close()
 

@@ -5,17 +5,14 @@ kill -9 while blocks are written, and with storage that is damaged, full or stop
 """
 
 import multiprocessing
-import os
 import random
-import signal
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from headwater.testing.ports import is_listening
-from tests.plugins.backends import start_redis
-from tests.waiting import until
+from tests.plugins.backends import damage_slabs
+from tests.storage.conftest import RedisServer
 
 
 def _is_real() -> bool:
@@ -182,18 +179,7 @@ def test_damaged_slabs_never_change_a_token(model, expected, tmp_path, damage):
     folder = tmp_path / "kv"
     job = {"connector": file_storage(folder), "batches": [make_prompts()]}
     run(model, {**job, "drain_s": 600})
-    slabs = [
-        path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20
-    ]
-    assert slabs
-    for slab in slabs:
-        if damage == "truncate":
-            os.truncate(slab, slab.stat().st_size // 2)
-            continue
-        raw = bytearray(slab.read_bytes())
-        for at in range(4096 + 512, len(raw), 8192):
-            raw[at] ^= 1
-        slab.write_bytes(raw)
+    damage_slabs(folder, damage)
 
     [after] = run(model, job)
 
@@ -222,32 +208,29 @@ def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
 def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
     """The Redis server answers, then stops with SIGSTOP, then is killed. Requests wait for it
     until the deadline, steps do not."""
-    port = 17_379
-    server = start_redis(port, tmp_path)
+    server = RedisServer(tmp_path)
     storage = {
         "host_bytes": "32MiB",
         "backend": "redis",
-        "config": {"url": f"redis://127.0.0.1:{port}/0"},
+        "config": {"url": server.url},
         **PATIENT,
     }
     deadline_s = 20
     short = {**storage, "lookup_timeout_s": deadline_s, "read_timeout_s": deadline_s}
     job = {"connector": storage, "batches": [make_prompts()], "drain_s": 600}
     try:
-        until(lambda: is_listening(port))
         run(model, job)
         [shared] = run(model, job)
         late = {**job, "connector": short, "rounds": 3, "drain_s": 5}
         child = Child(model, {**late, "reset_connector": True, "pause_s": 1})
         child.read()
-        server.send_signal(signal.SIGSTOP)
+        server.pause()
         second = child.read()
-        server.kill()
+        server.stop()
         third = child.read()
         child.join()
     finally:
-        server.kill()
-        server.wait()
+        server.stop()
 
     assert min(shared["cached"]) == 288
     assert shared["tokens"] == second["tokens"] == third["tokens"] == expected

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from headwater.errors import ConfigError
 from headwater.plugins.vllm.tier import HeadwaterTier
-from tests.plugins.backends import SHARED
+from tests.plugins.backends import SHARED, end_hanging_calls
 from tests.storage.conftest import mooncake_master  # noqa: F401 - a fixture
 from tests.waiting import until
 
@@ -114,9 +114,7 @@ def make_harness(model):
         return harnesses[-1]
 
     yield make
-    for store in SHARED.values():
-        if store.hang is not None:
-            store.hang.set()
+    end_hanging_calls()
     for harness in harnesses:
         harness.tier.shutdown()
 

@@ -6,7 +6,6 @@ a GPU would store is written into its rows, and every row that is loaded is comp
 
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 from threading import Event
@@ -15,8 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.plugins.backends import SHARED, start_redis
+from tests.plugins.backends import SHARED, damage_slabs, end_hanging_calls
 from tests.plugins.doubles.finder import is_real
+from tests.storage.conftest import RedisServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not is_real("vllm"), reason="vllm is not installed")
@@ -151,9 +151,7 @@ def start(model):
         return servers[-1]
 
     yield make
-    for store in SHARED.values():
-        if store.hang is not None:
-            store.hang.set()
+    end_hanging_calls()
     for server in servers:
         server.close()
 
@@ -192,16 +190,7 @@ def test_damaged_files_never_give_a_wrong_chunk(start, tmp_path, damage):
     first.serve("cold", keys)
     first.drain()
     first.close()
-    slabs = [p for p in (tmp_path / "kv").rglob("*") if p.is_file() and p.stat().st_size > 1e6]
-    assert slabs
-    for slab in slabs:
-        if damage == "truncate":
-            os.truncate(slab, slab.stat().st_size // 2)
-            continue
-        raw = bytearray(slab.read_bytes())
-        for at in range(512, len(raw), 1024):
-            raw[at] ^= 1
-        slab.write_bytes(raw)
+    damage_slabs(tmp_path / "kv", damage)
 
     assert start(**in_files(tmp_path / "kv")).serve("after", keys) < 8
 
@@ -243,30 +232,27 @@ def test_storage_that_hangs_is_a_miss_and_serves_again_later(start):
 
 def test_a_redis_that_stops_is_a_miss(start, tmp_path):
     """The Redis server answers, is stopped with SIGSTOP, then is killed."""
-    port = 17_380
-    redis = start_redis(port, tmp_path)
+    redis = RedisServer(tmp_path)
     tier = {
         "backend": "redis",
-        "config": {"url": f"redis://127.0.0.1:{port}/0"},
+        "config": {"url": redis.url},
         "lookup_timeout_s": 0.5,
         "read_timeout_s": 0.5,
         "write_timeout_s": 1.0,
     }
     try:
-        until(lambda: _answers(port))
         first = start(**tier)
         keys = make_keys(8)
         first.serve("cold", keys)
         first.drain()
         second = start(**tier)
         assert second.serve("shared", keys) == 8
-        redis.send_signal(signal.SIGSTOP)
+        redis.pause()
         assert second.serve("stopped", make_keys(8, "stopped")) == 0
-        redis.kill()
+        redis.stop()
         assert second.serve("killed", make_keys(8, "killed")) == 0
     finally:
-        redis.kill()
-        redis.wait()
+        redis.stop()
 
 
 def test_after_kill_9_while_storing_only_whole_chunks_are_found(start, model, tmp_path):
@@ -290,10 +276,3 @@ def test_after_kill_9_while_storing_only_whole_chunks_are_found(start, model, tm
     found = [after.serve(f"after {n}", make_keys(8, f"run {n}")) for n in range(21)]
 
     assert sum(found) > 0
-
-
-def _answers(port):
-    import socket
-
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0

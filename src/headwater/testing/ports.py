@@ -11,15 +11,15 @@ start.
 """
 
 
-def free_port() -> int:
-    """A port of loopback on which no process listens now."""
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this address on which no process listens now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def is_listening(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     """Whether a process accepts connections on `port` of loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), 1.0).close()
@@ -34,7 +34,7 @@ def await_port(port: int, process: subprocess.Popen[bytes]) -> None:
     for _ in range(_TRIES):
         if process.poll() is not None:
             raise RuntimeError(f"{process.args!r} ended with exit code {process.returncode}")
-        if is_listening(port):
+        if _is_listening(port):
             return
         Event().wait(_PAUSE_S)
     raise TimeoutError(f"no process listens on port {port} after 30 s")
