@@ -3,6 +3,7 @@
 import numpy as np
 
 from headwater.cache import CacheConfig, JobOutcome, JobStatus, TieredCache, TokenPath
+from headwater.native import block_keys
 from headwater.types import WritePolicy
 
 BLOCK = 4
@@ -12,6 +13,17 @@ def make_cache(device_blocks=8, **settings):
     settings.setdefault("write_policy", WritePolicy.NONE)
     config = CacheConfig(block_tokens=BLOCK, device_blocks=device_blocks, **settings)
     return TieredCache(config)
+
+
+def make_stored(device_blocks=16, host_blocks=16, **settings):
+    """A cache with all tiers that writes everything through."""
+    return make_cache(
+        device_blocks,
+        host_blocks=host_blocks,
+        storage=True,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        **settings,
+    )
 
 
 def make_path(*blocks, **kwargs):
@@ -60,3 +72,16 @@ def make_on_host(blocks=(1, 2), **settings):
     cache.free(cache.take(4, now=0.0))
     assert blocks_by_tier(cache, make_path(*blocks)) == (0, len(blocks), 0)
     return cache
+
+
+def note_hashing(monkeypatch):
+    """From now on, the number of blocks of each hashing call."""
+    counts = []
+    real = block_keys.chain
+
+    def counting(parent, tokens, stride):
+        counts.append(len(tokens) // stride)
+        return real(parent, tokens, stride)
+
+    monkeypatch.setattr(block_keys, "chain", counting)
+    return counts

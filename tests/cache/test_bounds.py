@@ -23,20 +23,10 @@ from tests.cache.make import (
     make_cache,
     make_on_host,
     make_path,
+    make_stored,
     serve,
     write_down,
 )
-
-
-def make_stored(device_blocks=4, host_blocks=8, **settings):
-    """A cache with all tiers that writes everything through."""
-    return make_cache(
-        device_blocks,
-        host_blocks=host_blocks,
-        storage=True,
-        write_policy=WritePolicy.WRITE_THROUGH,
-        **settings,
-    )
 
 
 def plan_storage_write(cache, *blocks):
@@ -57,7 +47,7 @@ def end(cache, plan, status):
 def test_a_write_to_storage_holds_nothing_on_the_device():
     """Lesson 74: storage may be slow, so every device block stays available during a write to
     storage."""
-    cache = make_stored()
+    cache = make_stored(4, 8)
 
     plan = plan_storage_write(cache, 1, 2)
 
@@ -73,7 +63,7 @@ def test_a_write_to_storage_holds_nothing_on_the_device():
 def test_a_read_from_storage_holds_nothing_on_the_device():
     """The ancestors of the blocks that are read can be evicted; then the result of the read is
     dropped."""
-    cache = make_stored(host_blocks=2)
+    cache = make_stored(4, 2)
     serve(cache, make_path(1, 2))
     cache.learn_stored(make_path(1, 2, 3), 3, now=0.0)
     plan = cache.plan_load(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
@@ -112,7 +102,7 @@ def test_a_slot_that_a_write_reads_is_not_reused():
 
 def test_a_reset_during_a_write_to_storage_keeps_its_slots_until_it_ends():
     """The write reads bytes of the old generation; no new block may overwrite them."""
-    cache = make_stored()
+    cache = make_stored(4, 8)
     plan = plan_storage_write(cache, 1, 2)
 
     cache.reset()
@@ -126,7 +116,7 @@ def test_a_reset_during_a_write_to_storage_keeps_its_slots_until_it_ends():
 
 def test_a_write_to_storage_that_never_returns_holds_only_its_host_slots():
     """After the deadline the device is free, and other blocks can be written and evicted."""
-    cache = make_stored()
+    cache = make_stored(4, 8)
     lost = plan_storage_write(cache, 1, 2)
     end(cache, lost, JobStatus.TIMED_OUT)
 
@@ -144,7 +134,7 @@ def test_a_write_to_storage_that_never_returns_holds_only_its_host_slots():
 
 def test_nodes_known_only_from_storage_are_bounded():
     """Lesson 77: writing and evicting many prompts keeps at most the configured number of nodes."""
-    cache = make_stored(8, max_stored_nodes=10)
+    cache = make_stored(8, 8, max_stored_nodes=10)
     for number in range(200):
         serve(cache, make_path(number, number + 1000))
         write_down(cache)
@@ -155,7 +145,7 @@ def test_nodes_known_only_from_storage_are_bounded():
 
 def test_the_bound_on_stored_nodes_costs_no_scan(monkeypatch):
     """At the limit, one new node forgets one old node: other nodes are not examined."""
-    cache = make_stored(max_stored_nodes=1000)
+    cache = make_stored(4, 8, max_stored_nodes=1000)
     for number in range(1000):
         cache.learn_stored(make_path(number), 1, now=0.0)
     forgotten = []
@@ -174,7 +164,7 @@ def test_the_bound_on_stored_nodes_costs_no_scan(monkeypatch):
 
 def test_the_write_queue_has_only_nodes_of_the_tree():
     """While storage accepts no write, evicted nodes leave the queue with their blocks."""
-    cache = make_stored(8)
+    cache = make_stored(8, 8)
     for number in range(100):
         serve(cache, make_path(number, number + 1000))
         for plan in cache.plan_offloads(limit_blocks=9, limit_stored=0, now=0.0):
@@ -253,7 +243,7 @@ def test_evicted_sessions_keep_no_tokens():
 def test_check_notices_every_bound_that_is_broken(monkeypatch):
     """Violated bounds of stored nodes, the write queue, sessions and ghosts are each
     reported."""
-    stored = make_stored(max_stored_nodes=1)
+    stored = make_stored(4, 8, max_stored_nodes=1)
     for number in range(3):
         serve(stored, make_path(number))
         write_down(stored)
@@ -266,7 +256,7 @@ def test_check_notices_every_bound_that_is_broken(monkeypatch):
     with pytest.raises(InvariantError, match="3 nodes only in storage, max 1"):
         stored.check()
 
-    queued = make_stored()
+    queued = make_stored(4, 8)
     serve(queued, make_path(1))
     monkeypatch.setattr(queued._writes, "discard", lambda nodes, tier: None)
     queued.free(queued.take(4, now=0.0))

@@ -12,24 +12,15 @@ from headwater.cache import (
     TieredCache,
     TokenPath,
 )
-from headwater.native import block_keys
 from headwater.types import BlockKey, RequestId
+from tests.cache.make import note_hashing
 
 BLOCK = 2
 
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """The number of blocks of each hashing call."""
-    counts = []
-    real = block_keys.chain
-
-    def counting(parent, tokens, stride):
-        counts.append(len(tokens) // stride)
-        return real(parent, tokens, stride)
-
-    monkeypatch.setattr(block_keys, "chain", counting)
-    return counts
+    return note_hashing(monkeypatch)
 
 
 def _make_cache() -> TieredCache:

@@ -5,18 +5,7 @@ import numpy as np
 from headwater.cache import FinishedRequest, Hint, JobOutcome, JobStatus
 from headwater.cache.node import Node
 from headwater.cache.storage_queue import StorageQueue
-from headwater.types import WritePolicy
-from tests.cache.make import begin, done, make_cache, make_path, serve
-
-
-def make_stored(device_blocks=16, host_blocks=16, **settings):
-    return make_cache(
-        device_blocks,
-        host_blocks=host_blocks,
-        storage=True,
-        write_policy=WritePolicy.WRITE_THROUGH,
-        **settings,
-    )
+from tests.cache.make import begin, done, make_path, make_stored, serve
 
 
 def end_request(cache, path, *, session="", hint=None, now=0.0):

@@ -108,6 +108,19 @@ class Driver:
         while todo := [s for s in sequences if len(s.output) < count]:
             self.step(*((s, len(s.tokens) - s.num_computed) for s in todo))
 
+    def run_two_ahead(self, prompts: Items[Tokens], *, count: int) -> list[Running]:
+        """Rows with `count` tokens each, with two steps in flight. Each step has the rows in the
+        opposite order of the one before."""
+        rows = [self.add(tokens, name=str(at)) for at, tokens in enumerate(prompts)]
+        self.submit(*((row, row.num_prompt) for row in rows))
+        order = rows
+        for _ in range(count - 1):
+            order = order[::-1]
+            self.submit(*((row, 1) for row in order))
+            self.collect()
+        self.collect()
+        return rows
+
     def _batch(self, work: Items[tuple[Running, int]]) -> ScheduledBatch:
         tokens: list[int] = []
         positions: list[int] = []

@@ -150,18 +150,12 @@ def test_two_steps_in_flight_equal_one(
 ) -> None:
     """With depth 2 the next input is carried on the device from the previous step."""
     one, two = Driver(llama), Driver(llama, depth=2)
-    plain = [one.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
-    carried = [two.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
+    prompts = [prompt(9 + i, seed=i) for i in range(num_rows)]
+    plain = [one.add(tokens, name=str(i)) for i, tokens in enumerate(prompts)]
 
     one.finish(*plain, count=COUNT)
-    two.submit(*((row, row.num_prompt) for row in carried))
-    for _ in range(COUNT - 1):
-        two.submit(*((row, 1) for row in reversed(carried)))
-        two.collect()
-        carried.reverse()
-    two.collect()
+    carried = two.run_two_ahead(prompts, count=COUNT)
 
-    carried.sort(key=lambda row: int(row.name))
     for number, (mine, other) in enumerate(zip(carried, plain, strict=True)):
         _, gaps = llama_reference.generate(prompt(9 + number, seed=number), COUNT)
         assert_same_tokens(mine.output, other.output, gaps)

@@ -11,7 +11,7 @@ import torch
 from headwater.clock import SystemClock
 from headwater.device.model import LoadedModel, load
 from headwater.scheduler.request import SamplingParams
-from tests.device.driver import Driver, Running
+from tests.device.driver import Driver
 from tests.device.families import Reference, assert_same_tokens, prompt, save_family
 from tests.device.gpu import pytestmark, require_gpu
 
@@ -90,21 +90,13 @@ def test_two_steps_in_flight_equal_one(on_gpu: LoadedModel, num_rows: int) -> No
     """The next input is carried on the device from the previous step, although the order of the
     rows has changed."""
     one, two = make_driver(on_gpu), make_driver(on_gpu)
-    plain = [one.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
-    carried = [two.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
+    prompts = [prompt(9 + i, seed=i) for i in range(num_rows)]
+    plain = [one.add(tokens, name=str(i)) for i, tokens in enumerate(prompts)]
 
     one.finish(*plain, count=COUNT)
-    two.submit(*((row, row.num_prompt) for row in carried))
-    for _ in range(COUNT - 1):
-        two.submit(*((row, 1) for row in reversed(carried)))
-        two.collect()
-        carried.reverse()
-    two.collect()
+    carried = two.run_two_ahead(prompts, count=COUNT)
 
-    def tokens_of(rows: list[Running]) -> dict[str, list[int]]:
-        return {row.name: row.output for row in rows}
-
-    assert tokens_of(carried) == tokens_of(plain)
+    assert [row.output for row in carried] == [row.output for row in plain]
 
 
 def test_a_step_has_the_time_of_the_device(on_gpu: LoadedModel) -> None:

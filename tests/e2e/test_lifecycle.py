@@ -79,6 +79,18 @@ def test_a_drain_is_bounded_and_two_servers_live_side_by_side():
     assert other.stop(signal.SIGINT) == 0
 
 
+def check_replaced(server, reason):
+    """The engine died once, for this reason, and a new one serves until the server is stopped."""
+    server.until_healthy()
+    assert server.complete(max_tokens=4).status_code == 200
+    assert "headwater:engine_restarts_total 1.0" in server.get("/metrics").text
+    assert server.stop() == 0
+    log = "".join(server.errors)
+    assert log.count("engine died: ") == 1
+    assert reason in log
+    assert "engine restarted: " in log
+
+
 def test_every_client_gets_an_error_at_once_when_the_engine_is_killed_and_it_is_replaced():
     """Streams get an error event, waiting requests and /health a 503 with the reason. The port
     stays open, and a new engine serves; the log and a metric say so."""
@@ -102,14 +114,7 @@ def test_every_client_gets_an_error_at_once_when_the_engine_is_killed_and_it_is_
         assert "restarting: the engine process ended with signal 9" in refused.text
         assert int(refused.headers["retry-after"]) >= 1
     assert "headwater:engine_up 0.0" in server.get("/metrics").text
-    server.until_healthy()
-    assert server.complete(max_tokens=4).status_code == 200
-    assert "headwater:engine_restarts_total 1.0" in server.get("/metrics").text
-    assert server.stop() == 0
-    log = "".join(server.errors)
-    assert log.count("engine died: ") == 1
-    assert "reason=the engine process ended with signal 9" in log
-    assert "engine restarted: " in log
+    check_replaced(server, "reason=the engine process ended with signal 9")
 
 
 def test_every_client_gets_an_error_for_a_device_step_that_never_ends_and_the_engine_is_replaced(
@@ -137,14 +142,7 @@ def test_every_client_gets_an_error_for_a_device_step_that_never_ends_and_the_en
     stream.close()
     assert told["code"] == answer.json()["error"]["code"] == "engine_dead"
     assert "did not end within 8 s: the device hangs or is lost" in told["message"]
-    server.until_healthy()
-    assert server.complete(max_tokens=4).status_code == 200
-    assert "headwater:engine_restarts_total 1.0" in server.get("/metrics").text
-    assert server.stop() == 0
-    log = "".join(server.errors)
-    assert log.count("engine died: ") == 1
-    assert "the device hangs: step=" in log
-    assert "engine restarted: " in log
+    check_replaced(server, "the device hangs: step=")
 
 
 def test_a_server_may_be_told_to_end_with_its_engine():

@@ -14,6 +14,7 @@ from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.scheduler import Scheduler
 from headwater.testing.runners import EchoRunner
 from headwater.types import RequestId
+from tests.cache.make import note_hashing
 from tests.scheduler.harness import make_prompt, make_request
 
 _TIMEOUT_S = 60.0
@@ -53,14 +54,7 @@ def test_the_loop_hashes_no_block_of_a_prompt_that_was_hashed_ahead(monkeypatch)
 
 def test_keys_of_cached_blocks_are_not_computed_again(monkeypatch):
     """The next turn of a conversation hashes its new blocks only; the same prompt hashes none."""
-    hashed = []
-    real = block_keys.chain
-
-    def noting(parent, tokens, stride):
-        hashed.append(len(tokens) // stride)
-        return real(parent, tokens, stride)
-
-    monkeypatch.setattr(block_keys, "chain", noting)
+    hashed = note_hashing(monkeypatch)
     cache = TieredCache(CacheConfig(device_blocks=8, block_tokens=4, record_events=True))
     first, longer = make_prompt(12), make_prompt(20)
     path = TokenPath(np.array(first, dtype=np.int32))

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 
 from headwater.device.builtin import make_llama
+from headwater.launch.kept_host import KeptHost
 from headwater.launch.llm import LLM
 from tests.launch.rank_engines import BLOCK, SHAPE, Open, make_prompts, say
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptHost]:
+    """Memory of a host tier that outlives its engines, as a server keeps it."""
+    files = os.memfd_create("blocks"), os.memfd_create("slots")
+    yield KeptHost(*files)
+    for file in files:
+        os.close(file)
 
 
 @pytest.fixture(scope="module")

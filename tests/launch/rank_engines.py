@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from headwater.device.builtin import LlamaShape
-from headwater.engine.llm import OfflineEngine
+from headwater.engine.llm import Completion, OfflineEngine
 from headwater.launch.llm import LLM
 from headwater.scheduler.request import SamplingParams
 
@@ -35,13 +35,18 @@ def say(
 ) -> tuple[list[list[int]], dict[str, int]]:
     """The output, and the tiers in which prompts were found."""
     answers = engine.generate(prompts, params or make_params())
+    engine.core.drain(10.0)
+    return [answer.tokens for answer in answers], found_by_tier(answers)
+
+
+def found_by_tier(answers: list[Completion]) -> dict[str, int]:
+    """Tokens of all prompts that each tier had."""
     found: dict[str, int] = {}
     for answer in answers:
         assert answer.usage is not None
         for tier, tokens in answer.usage.by_tier.items():
             found[tier] = found.get(tier, 0) + tokens
-    engine.core.drain(10.0)
-    return [answer.tokens for answer in answers], found
+    return found
 
 
 def rank_pids(engine: OfflineEngine) -> list[int]:

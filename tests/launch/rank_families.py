@@ -8,6 +8,7 @@ import numpy as np
 
 from headwater.launch.llm import LLM
 from headwater.scheduler.request import SamplingParams
+from tests.launch.rank_engines import found_by_tier
 
 KINDS = {"dense": "llama", "experts": "qwen3_moe", "latent": "deepseek_v3"}
 """Tiny models of tests/device/families.py, four query heads each: two KV heads, two KV heads and
@@ -44,14 +45,9 @@ def make_prompts(seed: int) -> list[list[int]]:
 def say(engine: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, int]]:
     """The output, and how many tokens of the prompts each tier had."""
     answers = engine.generate(prompts, [_PARAMS[n % 2] for n in range(len(prompts))])
-    found: dict[str, int] = {}
-    for answer in answers:
-        assert answer.usage is not None
-        for tier, tokens in answer.usage.by_tier.items():
-            found[tier] = found.get(tier, 0) + tokens
     engine.core.drain(30.0)
     engine.core.check()
-    return [answer.tokens for answer in answers], found
+    return [answer.tokens for answer in answers], found_by_tier(answers)
 
 
 def say_alone(model: Path, seed: int) -> list[list[int]]:

@@ -3,14 +3,13 @@ else."""
 
 import os
 import random
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from headwater.cache import KeyScheme, Namespace
 from headwater.clock import VirtualClock
-from headwater.launch.kept_host import KeptHost, build_runs
+from headwater.launch.kept_host import build_runs
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.testing.tiers import EchoTiers, uncached_tokens
 from headwater.transfer.slot_directory import DirectoryShape, SlotDirectory, SlotRecord
@@ -18,16 +17,6 @@ from headwater.types import RequestId, WritePolicy
 
 BLOCK = 4
 SYSTEM = list(range(100, 112))
-
-
-@contextmanager
-def kept_memory():
-    files = os.memfd_create("blocks"), os.memfd_create("slots")
-    try:
-        yield KeptHost(*files)
-    finally:
-        for file in files:
-            os.close(file)
 
 
 def make_engine(kept, policy=WritePolicy.AUTO):
@@ -94,25 +83,24 @@ def kill(engine, rng):
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("policy", [WritePolicy.AUTO, WritePolicy.WRITE_THROUGH])
-def test_no_kill_at_any_moment_gives_a_wrong_token(seed, policy):
+def test_no_kill_at_any_moment_gives_a_wrong_token(seed, policy, kept):
     """Five engines run one after another over the same memory, and each dies in the middle."""
     rng = random.Random(seed)
-    with kept_memory() as kept:
-        for life in range(5):
-            engine = make_engine(kept, policy)
+    for life in range(5):
+        engine = make_engine(kept, policy)
+        engine.core.check()
+        for turn in range(rng.randrange(1, 6)):
+            serve_requests(engine, rng, f"{life}-{turn}")
             engine.core.check()
-            for turn in range(rng.randrange(1, 6)):
-                serve_requests(engine, rng, f"{life}-{turn}")
-                engine.core.check()
-            last = make_request("last", rng.randrange(24))
-            engine.core.add(last)
-            for _ in range(rng.randrange(6)):
-                for job in list(engine.copier.pending):
-                    if rng.random() < 0.3:
-                        engine.copier.finish(job)
-                engine.step()
-                engine.clock.advance(0.01)
-            kill(engine, rng)
+        last = make_request("last", rng.randrange(24))
+        engine.core.add(last)
+        for _ in range(rng.randrange(6)):
+            for job in list(engine.copier.pending):
+                if rng.random() < 0.3:
+                    engine.copier.finish(job)
+            engine.step()
+            engine.clock.advance(0.01)
+        kill(engine, rng)
 
 
 def fill(kept):
@@ -128,38 +116,35 @@ def fill(kept):
     return engine
 
 
-def test_the_next_engine_finds_every_block():
+def test_the_next_engine_finds_every_block(kept):
     """All host blocks are found again, and are loaded instead of computed."""
-    with kept_memory() as kept:
-        before = fill(kept).cache.stats().host.cached
-        engine = make_engine(kept)
-        assert before > 20
-        assert engine.cache.stats().host.cached >= before
-        engine.core.add(make_request("again", 7))
-        run_to_end(engine, ["again"])
-        assert engine.outputs["again"] == TRUTH[7]
-        assert engine.usages["again"].by_tier["host"] >= 12
+    before = fill(kept).cache.stats().host.cached
+    engine = make_engine(kept)
+    assert before > 20
+    assert engine.cache.stats().host.cached >= before
+    engine.core.add(make_request("again", 7))
+    run_to_end(engine, ["again"])
+    assert engine.outputs["again"] == TRUTH[7]
+    assert engine.usages["again"].by_tier["host"] >= 12
 
 
-def test_a_reset_is_remembered_over_a_restart():
+def test_a_reset_is_remembered_over_a_restart(kept):
     """What an operator removed is not found again, with any salt."""
-    with kept_memory() as kept:
-        engine = fill(kept)
-        engine.core.reset_cache(frozenset({"host"}))
-        engine.core.publish()
-        assert make_engine(kept).cache.stats().host.cached == 0
+    engine = fill(kept)
+    engine.core.reset_cache(frozenset({"host"}))
+    engine.core.publish()
+    assert make_engine(kept).cache.stats().host.cached == 0
 
 
-def test_another_model_adopts_nothing_and_frees_the_memory():
+def test_another_model_adopts_nothing_and_frees_the_memory(kept):
     """Identity and block size are compared before anything is read."""
-    with kept_memory() as kept:
-        fill(kept)
-        block_bytes = 2 * 4 * BLOCK
-        identity = KeyScheme(block_tokens=BLOCK).root(Namespace())
-        assert kept.num_blocks(identity, block_bytes) == 40
-        other = KeyScheme(block_tokens=BLOCK, fingerprint=b"other").root(Namespace())
-        assert kept.num_blocks(other, block_bytes) is None
-        assert kept.num_blocks(identity, block_bytes) is None
+    fill(kept)
+    block_bytes = 2 * 4 * BLOCK
+    identity = KeyScheme(block_tokens=BLOCK).root(Namespace())
+    assert kept.num_blocks(identity, block_bytes) == 40
+    other = KeyScheme(block_tokens=BLOCK, fingerprint=b"other").root(Namespace())
+    assert kept.num_blocks(other, block_bytes) is None
+    assert kept.num_blocks(identity, block_bytes) is None
 
 
 def test_a_record_with_a_wrong_key_is_not_adopted():

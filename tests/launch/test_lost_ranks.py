@@ -4,8 +4,7 @@ file, because a process has one group of ranks at a time."""
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,6 @@ of a forward pass; after a step; and before its part of a copy to or from the ho
 SIZES = (50, 20, 61, 33)
 FOUND = 48 + 16 + 56 + 32
 """Tokens of prompts of these sizes in blocks that a request may take from the cache."""
-
-
-@contextmanager
-def kept_memory() -> Iterator[KeptHost]:
-    """Memory of a host tier that outlives its engines, as a server keeps it."""
-    files = os.memfd_create("blocks"), os.memfd_create("slots")
-    try:
-        yield KeptHost(*files)
-    finally:
-        for file in files:
-            os.close(file)
 
 
 def open_kept(folder: Path, kept: KeptHost, size: int) -> OfflineEngine:
@@ -166,24 +154,28 @@ def truth(open_engine: Open) -> list[list[list[int]]]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("size", "rank"), [(2, 1), (4, 1), (4, 2), (4, 3)])
 def test_each_rank_may_be_lost_in_each_phase_of_a_step(
-    size: int, rank: int, number: int, folder: Path, truth: list[list[list[int]]]
+    size: int,
+    rank: int,
+    number: int,
+    folder: Path,
+    kept: KeptHost,
+    truth: list[list[list[int]]],
 ) -> None:
     """All requests end with an error that names the rank; if the rank hangs, the watchdog reports
     it first. The next engine finds the blocks that had arrived on the host, gives the tokens of
     an uncached run, also for the requests that were cut off, and lacks no slot."""
-    with kept_memory() as kept:
-        for life in range(len(PHASES) + 1):
-            engine = open_kept(folder, kept, size)
-            tokens, found = say(engine, make_prompts(0, *SIZES), make_params() * 2)
-            cut_off, _ = say(engine, make_prompts(life, *SIZES), make_params() * 2)
-            assert [tokens, cut_off] == [truth[0], truth[life]], life
-            assert found.get("host", 0) == (FOUND if life else 0), life
-            check_slots(engine)
-            if life == len(PHASES):
-                engine.core.close()
-                break
-            engine.core.reset_cache(("device",))
-            lose_in(engine, PHASES[life], rank, number, seed=life + 1)
+    for life in range(len(PHASES) + 1):
+        engine = open_kept(folder, kept, size)
+        tokens, found = say(engine, make_prompts(0, *SIZES), make_params() * 2)
+        cut_off, _ = say(engine, make_prompts(life, *SIZES), make_params() * 2)
+        assert [tokens, cut_off] == [truth[0], truth[life]], life
+        assert found.get("host", 0) == (FOUND if life else 0), life
+        check_slots(engine)
+        if life == len(PHASES):
+            engine.core.close()
+            break
+        engine.core.reset_cache(("device",))
+        lose_in(engine, PHASES[life], rank, number, seed=life + 1)
 
 
 @pytest.mark.nightly

@@ -117,6 +117,18 @@ class Instance:
             while self.service.live.num_sequences != count:  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0.01)
 
+    def note_paths(self):
+        """From now on, the path of each request that arrives here."""
+        app, paths = self.readiness._app, []
+        assert app is not None, "an instance that registered has an application"
+
+        async def watch(scope, receive, send):
+            paths.append(scope["path"])
+            await app(scope, receive, send)
+
+        self.readiness.open(watch)
+        return paths
+
     @property
     def num_steps(self):
         return self.engine.core.stats().num_steps

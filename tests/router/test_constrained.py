@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.live import LiveServer, Stream
+from tests.e2e.live import LiveServer
 from tests.router.live import LiveRouter
-from tests.router.test_live import NAME, kill, name, start
+from tests.router.test_live import NAME, broken_stream, kill, name, start
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -96,13 +96,7 @@ def test_a_killed_instances_constrained_stream_continues_valid(cluster):
         "structured_outputs": {"json": NUMBERS},
         "ignore_eos": False,
     }
-    home = router.post(prompt=fields["prompt"]).headers[NAME]
-    victim = next(server for server in servers if name(server) == home)
-    stream = Stream(router.url, fields)
-    pieces = [stream.next() for _ in range(20)]
-    kill(victim)
-    pieces += stream.rest()
-    stream.close()
+    _, pieces = broken_stream(router, servers, fields, after=20)
 
     text = "".join(piece["choices"][0]["text"] for piece in pieces)
     assert len(json.loads(text)) == 40

@@ -39,6 +39,18 @@ def kill(server):
     server.wait()
 
 
+def broken_stream(router, servers, fields, *, after):
+    """A stream whose instance is killed after some events: its name, and all events."""
+    home = router.post(prompt=fields["prompt"]).headers[NAME]
+    victim = next(server for server in servers if name(server) == home)
+    stream = Stream(router.url, fields)
+    pieces = [stream.next() for _ in range(after)]
+    kill(victim)
+    pieces += stream.rest()
+    stream.close()
+    return home, pieces
+
+
 class Load:
     """Clients that send requests through a router until they are stopped."""
 
@@ -268,15 +280,8 @@ def test_an_instance_killed_while_streaming_is_not_noticed(cluster):
         "logprobs": 1,
         "return_token_ids": True,
     }
-    home = router.post(prompt=fields["prompt"]).headers[NAME]
-    victim = next(server for server in servers if name(server) == home)
-    stream = Stream(router.url, fields)
-    pieces = [stream.next() for _ in range(9)]
+    home, pieces = broken_stream(router, servers, fields, after=9)
 
-    kill(victim)
-    pieces += stream.rest()
-
-    stream.close()
     whole = router.post(**fields).json()["choices"]
     for choice in whole:
         parts = [part for piece in pieces for part in piece["choices"]]

@@ -12,17 +12,23 @@ from tests.router.harness import Harness, Instance, run
 pytestmark = pytest.mark.slow
 
 
+async def at_two_routers(harness):
+    """A second router, and an instance that both routers know."""
+    other = Harness()
+    other.start()
+    instance = Instance([harness.url, other.url])
+    harness.instances.append(instance)
+    await harness.ready(instance)
+    await other.ready(instance)
+    return other, instance
+
+
 def test_an_instance_registers_at_every_router_and_leaves_every_one():
     """Both routers know the instance's cache from its events, whichever of them routed a
     request."""
 
     async def scenario(harness):
-        other = Harness()
-        other.start()
-        instance = Instance([harness.url, other.url])
-        harness.instances.append(instance)
-        await harness.ready(instance)
-        await other.ready(instance)
+        other, instance = await at_two_routers(harness)
 
         assert (await harness.complete()).status_code == 200
         again = await other.complete()
@@ -84,12 +90,7 @@ def test_a_client_that_retries_elsewhere_does_not_need_a_certain_router():
     """One router ends; the other one knows all instances and their caches."""
 
     async def scenario(harness):
-        other = Harness()
-        other.start()
-        instance = Instance([harness.url, other.url])
-        harness.instances.append(instance)
-        await harness.ready(instance)
-        await other.ready(instance)
+        other, instance = await at_two_routers(harness)
         first = await other.complete()
         await other.close()
 

@@ -417,15 +417,9 @@ def test_a_text_that_no_instance_can_take_is_not_tokenized_for_routing():
     """The router forwards such a text by load, and the instance refuses it without parsing."""
 
     async def scenario(harness):
-        instance, paths = harness.add(), []
+        instance = harness.add()
         await harness.ready(instance)
-        app = instance.readiness._app
-
-        async def watch(scope, receive, send):
-            paths.append(scope["path"])
-            await app(scope, receive, send)
-
-        instance.readiness.open(watch)
+        paths = instance.note_paths()
         answer = await harness.complete(prompt="word " * 10_000)
         assert answer.status_code == 400
         assert paths == ["/v1/completions"]

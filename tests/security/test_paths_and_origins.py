@@ -36,15 +36,9 @@ def test_a_path_through_the_router_reaches_no_other_page(path):
     """Lesson 82: encoded and plain dot segments never reach the instances' own pages."""
 
     async def scenario(harness):
-        instance, seen = harness.add(), []
+        instance = harness.add()
         await harness.ready(instance)
-        app = instance.readiness._app
-
-        async def watch(scope, receive, send):
-            seen.append(scope["path"])
-            await app(scope, receive, send)
-
-        instance.readiness.open(watch)
+        seen = instance.note_paths()
         reader, writer = await _connect(harness.url)
         writer.write(
             f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()

@@ -27,6 +27,17 @@ def byte_tokenizer() -> Tokenizer:
         return Tokenizer(make_tokenizer_folder(Path(folder)))
 
 
+def completion_scope() -> dict[str, Any]:
+    """The ASGI scope of a completion request, for tests that play the HTTP server."""
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [],
+        "query_string": b"",
+    }
+
+
 class Harness:
     """A client, its application, and the engine behind it."""
 

@@ -10,7 +10,7 @@ from headwater.scheduler.request import SequenceOutput
 from headwater.server.errors import ErrorObject
 from headwater.server.streaming import EventStream
 from headwater.testing.engines import EchoEngine
-from tests.server.harness import byte_tokenizer, error, events, run
+from tests.server.harness import byte_tokenizer, completion_scope, error, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
@@ -262,14 +262,7 @@ def test_no_choice_of_a_stream_is_sent_before_its_status_line():
                 return incoming.pop()
             return await asyncio.Event().wait()  # the client stays
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "headers": [],
-            "query_string": b"",
-        }
-        await harness.readiness(scope, receive, send)
+        await harness.readiness(completion_scope(), receive, send)
         assert sent[0] == "http.response.start"
         assert set(sent[1:]) == {"http.response.body"}
 

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from headwater.engine.client import GetStats
-from tests.server.harness import error, events, run
+from tests.server.harness import completion_scope, error, events, run
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -87,16 +87,9 @@ def test_the_request_of_a_disconnected_client_is_aborted(num_streamed):
             if len(sent) > num_streamed:
                 gone.set()
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "headers": [],
-            "query_string": b"",
-        }
         if not num_streamed:
             harness.engine.hold()
-        exchange = asyncio.create_task(harness.readiness(scope, receive, send))
+        exchange = asyncio.create_task(harness.readiness(completion_scope(), receive, send))
         if not num_streamed:
             await harness.until_live(1)
             gone.set()

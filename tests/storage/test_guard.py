@@ -1,6 +1,7 @@
 """A guarded backend: failing, hanging and lying backends cost hits, not time."""
 
 from collections.abc import Callable
+from functools import partial
 from threading import Event, Thread
 from typing import Any
 
@@ -22,6 +23,12 @@ from headwater.testing.storage import make_format, make_keys, read_run, write_ru
 BLOCK_BYTES = 64
 CONFIG = BreakerConfig(max_failures=3, recovery_s=5.0, max_recovery_s=12.0)
 KEYS = make_keys(2)
+CALLS: dict[str, Callable[[GuardedStorage], object]] = {
+    "contains": lambda guarded: guarded.contains([KEYS], timeout_s=1),
+    "read": lambda guarded: read_run(guarded, KEYS, BLOCK_BYTES),
+    "write": lambda guarded: write_run(guarded, KEYS, BLOCK_BYTES),
+    "remove": lambda guarded: guarded.remove(None, timeout_s=1),
+}
 
 
 def make_memory() -> MemoryStorage:
@@ -133,20 +140,14 @@ def call_in_thread(call: Callable[[], object]) -> None:
     Thread(target=run, daemon=True).start()
 
 
-@pytest.mark.parametrize("name", ["contains", "read", "write", "remove"])
+@pytest.mark.parametrize("name", CALLS)
 def test_calls_that_never_end_open_the_breaker(name: str) -> None:
     """Lessons 75, 76: the breaker counts calls that are past their deadline, though they have
     not returned. Later calls are refused at once."""
     clock, backend = VirtualClock(), Hanging(name)
     guarded = GuardedStorage(backend, CONFIG, clock, spawn=Probes())
-    calls: dict[str, Callable[[], object]] = {
-        "contains": lambda: guarded.contains([KEYS], timeout_s=1),
-        "read": lambda: read_run(guarded, KEYS, BLOCK_BYTES),
-        "write": lambda: write_run(guarded, KEYS, BLOCK_BYTES),
-        "remove": lambda: guarded.remove(None, timeout_s=1),
-    }
     for count in range(1, 4):
-        call_in_thread(calls[name])
+        call_in_thread(partial(CALLS[name], guarded))
         while backend.num_hung < count:
             pass
     clock.advance(60.0)
@@ -154,7 +155,7 @@ def test_calls_that_never_end_open_the_breaker(name: str) -> None:
     stats = guarded.stats()
     assert "open" in (stats.breaker, stats.write_breaker)
     with pytest.raises(StorageUnavailable):
-        calls[name]()
+        CALLS[name](guarded)
     assert guarded.stats().reasons["hung"] == 3
     backend.gate.set()
 
@@ -250,19 +251,13 @@ def test_a_wrong_answer_is_a_counted_failure(name: str, answer: object) -> None:
     memory = make_memory()
     setattr(memory, name, lambda *_, **__: answer)
     guarded = GuardedStorage(memory, CONFIG, SystemClock())
-    calls: dict[str, Callable[[], object]] = {
-        "contains": lambda: guarded.contains([KEYS], timeout_s=1),
-        "read": lambda: read_run(guarded, KEYS, BLOCK_BYTES),
-        "write": lambda: write_run(guarded, KEYS, BLOCK_BYTES),
-        "remove": lambda: guarded.remove(None, timeout_s=1),
-    }
 
     with pytest.raises(StorageBadAnswer, match=f"{name} answered"):
-        calls[name]()
+        CALLS[name](guarded)
     assert guarded.stats().reasons == {"bad_answer": 1}
 
 
-@pytest.mark.parametrize("name", ["contains", "read", "write", "remove"])
+@pytest.mark.parametrize("name", CALLS)
 def test_an_exception_of_a_plug_in_is_a_counted_failure(name: str) -> None:
     """The exception's class is the plug-in's own; the caller gets a StorageError."""
     memory = make_memory()
@@ -272,15 +267,9 @@ def test_an_exception_of_a_plug_in_is_a_counted_failure(name: str) -> None:
 
     setattr(memory, name, fail)
     guarded = GuardedStorage(memory, CONFIG, SystemClock())
-    calls: dict[str, Callable[[], object]] = {
-        "contains": lambda: guarded.contains([KEYS], timeout_s=1),
-        "read": lambda: read_run(guarded, KEYS, BLOCK_BYTES),
-        "write": lambda: write_run(guarded, KEYS, BLOCK_BYTES),
-        "remove": lambda: guarded.remove(None, timeout_s=1),
-    }
 
     with pytest.raises(StorageError, match="raised OwnError: mine"):
-        calls[name]()
+        CALLS[name](guarded)
     assert guarded.stats().reasons == {"exception": 1}
 
 
