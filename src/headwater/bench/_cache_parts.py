@@ -43,7 +43,7 @@ _HOST = {"write_policy": WritePolicy.AUTO}
 _STORAGE = _HOST | {"storage": True}
 _EVENTS = _STORAGE | {"record_events": True}
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
+_CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "device": {},
     "host": _HOST,
     "storage": _STORAGE,
@@ -72,7 +72,7 @@ def measure_parts(
     """For each configuration: the mean CPU time of a request, counts per request, and hit
     tokens, all from the fastest of `repeats` replays."""
     result: dict[str, Any] = {}
-    for name, settings in CONFIGURATIONS.items():
+    for name, settings in _CONFIGURATIONS.items():
         rows = [
             _Replay(capacity_blocks, block, settings, by_block=name in _BY_BLOCK).run(requests)
             for _ in range(repeats)

@@ -11,14 +11,14 @@ import numpy as np
 
 from headwater.bench._client import Answer, connected
 
-PREFIX_TOKENS = 512
+_PREFIX_TOKENS = 512
 """Length of the common beginning: worth caching, but short enough for one core."""
 
 _FIRST_TOKEN, _LAST_TOKEN = 300, 31_000
 _OWN_TOKENS = 32
 _TURNS = 3
 
-PERSONS: dict[str, Any] = {
+_PERSONS: dict[str, Any] = {
     "type": "array",
     "minItems": 1000,  # too long for any answer, so each answer ends at its token limit
     "items": {
@@ -74,14 +74,14 @@ def make_workload(
         span = (0, 256) if vocab <= _LAST_TOKEN else (_FIRST_TOKEN, _LAST_TOKEN)
         return [int(token) for token in random.integers(*span, count)]
 
-    prefix = tokens(PREFIX_TOKENS)
+    prefix = tokens(_PREFIX_TOKENS)
 
     def talk(turns: Sequence[list[int]]) -> BenchConversation:
         return BenchConversation(
             opening=prefix,
             turns=list(turns),
             output_tokens=output_tokens,
-            schema=PERSONS if name == JSON else None,
+            schema=_PERSONS if name == JSON else None,
         )
 
     if name == "full-hit":

@@ -48,16 +48,16 @@ _TIMEOUT_S = 60.0
 
 def measure_links(quick: bool) -> dict[str, float]:
     """`link_ratio`: the speed of each link over its ceiling's, the median of all turns."""
-    return {link: figures["ratio"] for link, figures in measure_speeds(quick).items()}
+    return {link: figures["ratio"] for link, figures in _measure_speeds(quick).items()}
 
 
-def measure_speeds(quick: bool) -> dict[str, dict[str, float]]:
+def _measure_speeds(quick: bool) -> dict[str, dict[str, float]]:
     """For each link, `ratio`, `mb_s` and `ceiling_mb_s`: the medians of all turns."""
     links = ["tcp", "shm", *(["mooncake"] if find_spec("mooncake") else [])]
     return {link: _measure(link, *((1, 5) if quick else (_NUM_PAIRS, 9))) for link in links}
 
 
-def measure_tls(files: Sequence[str], quick: bool) -> dict[str, float]:
+def _measure_tls(files: Sequence[str], quick: bool) -> dict[str, float]:
     """MB/s of the `tcp` link without and with TLS, their ratio, and the sender's processor time
     per MB, which does not depend on what else the machine does; the median of all turns."""
     num_pairs, num_turns = (1, 5) if quick else (_NUM_PAIRS, 9)
@@ -218,6 +218,6 @@ if __name__ == "__main__":
     _is_quick = "--quick" in sys.argv
     if "--tls" in sys.argv:
         _at = sys.argv.index("--tls")
-        print(json.dumps(measure_tls(sys.argv[_at + 1 : _at + 4], _is_quick), indent=2))
+        print(json.dumps(_measure_tls(sys.argv[_at + 1 : _at + 4], _is_quick), indent=2))
     else:
-        print(json.dumps(measure_speeds(_is_quick), indent=2))
+        print(json.dumps(_measure_speeds(_is_quick), indent=2))

@@ -24,8 +24,8 @@ from headwater.replay.trace import TRACE_BLOCK, TraceRequest, read_trace
 from headwater.server.router.cache_view import BlockView, EventBatchResult
 from headwater.types import Tokens
 
-INSTANCES = 8
-INSTANCE_BLOCKS = 3_000_000 // TRACE_BLOCK
+_INSTANCES = 8
+_INSTANCE_BLOCKS = 3_000_000 // TRACE_BLOCK
 _QUICK_REQUESTS = 2_000
 
 
@@ -45,7 +45,7 @@ class RoutedCache:
         self.view = BlockView("")
         self.recent = [RecentWork() for _ in range(num_routers)]
         self.assigned_tokens = 0
-        self._cache = CacheOnly(INSTANCE_BLOCKS, longest, record_events=True)
+        self._cache = CacheOnly(_INSTANCE_BLOCKS, longest, record_events=True)
 
     def candidate(self, hashes: Sequence[int], now: float, router: int) -> Candidate:
         """What `router` knows of this cache when a prompt of these blocks arrives."""
@@ -91,7 +91,7 @@ def measure_router(trace: Path | None, quick: bool, num_routers: int = 2) -> dic
     hashes = [_hashes(request.whole_blocks()) for request in requests]
     policies: dict[str, Policy] = {name: make_policy(name) for name in POLICIES}
     policies["longest_prefix"] = LongestPrefix()
-    pool = replay_cache(requests, INSTANCES * INSTANCE_BLOCKS).block_hit
+    pool = replay_cache(requests, _INSTANCES * _INSTANCE_BLOCKS).block_hit
     routed = {name: _route(requests, hashes, policies[name]) for name in sorted(policies)}
     one = routed["cache_aware"]
     several = _route(requests, hashes, make_policy("cache_aware"), num_routers)
@@ -114,7 +114,7 @@ def _route(
     num_routers: int = 1,
 ) -> dict[str, float]:
     longest = longest_blocks(requests)
-    instances = {f"i{n}": RoutedCache(f"i{n}", longest, num_routers) for n in range(INSTANCES)}
+    instances = {f"i{n}": RoutedCache(f"i{n}", longest, num_routers) for n in range(_INSTANCES)}
     routers = np.random.default_rng(0).integers(num_routers, size=len(requests)).tolist()
     hits = 0
     for request, prompt_hashes, router in zip(requests, hashes, routers, strict=True):
@@ -126,7 +126,7 @@ def _route(
     assigned = [instance.assigned_tokens for instance in instances.values()]
     return {
         "block_hit": hits / max(sum(len(request.hash_ids) for request in requests), 1),
-        "max_over_mean": max(assigned) * INSTANCES / max(sum(assigned), 1),
+        "max_over_mean": max(assigned) * _INSTANCES / max(sum(assigned), 1),
     }
 
 

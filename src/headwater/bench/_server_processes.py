@@ -18,12 +18,12 @@ from pathlib import Path
 
 from headwater.errors import EngineDead
 
-KV_BYTES = 1 << 30
+_KV_BYTES = 1 << 30
 """Memory for KV blocks, in every engine."""
 
 MODEL_NAME = "bench"
-MAX_SEQS = "64"
-MAX_BATCHED_TOKENS = "2048"
+_MAX_SEQS = "64"
+_MAX_BATCHED_TOKENS = "2048"
 
 _POLL_S = 0.2
 _START_POLLS = 1500
@@ -61,11 +61,11 @@ def headwater_command(
     model: Path, *, port: int, block: int, caching: bool, flags: Sequence[str] = ()
 ) -> list[str]:
     """`headwater serve`, by this Python."""
-    blocks = KV_BYTES // (_token_bytes(model) * block)
+    blocks = _KV_BYTES // (_token_bytes(model) * block)
     command = [sys.executable, "-m", "headwater", "serve", str(model), "--threads", "1"]
     command += ["--port", str(port), "--served-model-name", MODEL_NAME]
     command += ["--block-size", str(block), "--num-gpu-blocks-override", str(blocks)]
-    command += ["--max-num-seqs", MAX_SEQS, "--max-num-batched-tokens", MAX_BATCHED_TOKENS]
+    command += ["--max-num-seqs", _MAX_SEQS, "--max-num-batched-tokens", _MAX_BATCHED_TOKENS]
     command += [] if caching else ["--no-enable-prefix-caching"]
     return [*command, *flags]
 
@@ -78,13 +78,13 @@ def vllm_command(
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
     command += ["--block-size", str(block), "--dtype", "float32"]
     command += ["--enforce-eager"] if eager else []
-    command += ["--max-num-seqs", MAX_SEQS, "--max-num-batched-tokens", MAX_BATCHED_TOKENS]
+    command += ["--max-num-seqs", _MAX_SEQS, "--max-num-batched-tokens", _MAX_BATCHED_TOKENS]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     return [*command, "--max-model-len", str(max_model_len)]
 
 
 VLLM_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
+    "VLLM_CPU_KVCACHE_SPACE": str(_KV_BYTES >> 30),
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",

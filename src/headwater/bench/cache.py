@@ -27,11 +27,11 @@ from headwater.replay.trace import TraceRequest, read_trace
 from headwater.types import RequestId, Slots, Tokens
 
 LONG = 131_072
-FULL_BLOCKS = 100_000
+_FULL_BLOCKS = 100_000
 RUNNING = (1_024, 2_048)
-LEAVES = (1_000, 10_000, 100_000)
+_LEAVES = (1_000, 10_000, 100_000)
 # How often each size is taken from one full cache; together less than half of its blocks.
-TAKES = {1: 1_000, 64: 50, 1_000: 8, 10_000: 2}
+_TAKES = {1: 1_000, 64: 50, 1_000: 8, 10_000: 2}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     # warm, so the first replay, in which the heap grows, is rarely the fastest.
     replays = [replay(requests, options) for _ in range(options.repeats)]
     result = min(replays, key=lambda one: one["mean_us"])
-    result |= measure_long(options.block)
-    result["take_us"] = {str(n): measure_takes(n) for n in LEAVES}
+    result |= _measure_long(options.block)
+    result["take_us"] = {str(n): _measure_takes(n) for n in _LEAVES}
     result["steps"] = {
         str(n): measure_steps(n, block=options.block, num_steps=40 if options.quick else 200)
         for n in RUNNING
@@ -94,7 +94,7 @@ def replay(requests: list[TraceRequest], options: Namespace) -> dict[str, Any]:
     }
 
 
-def measure_long(block: int) -> dict[str, float]:
+def _measure_long(block: int) -> dict[str, float]:
     """Median time of a full-hit match, and of a cold insert, of 131,072 tokens."""
     matches, inserts = [], []
     path = TokenPath(np.arange(LONG, dtype=np.int32))
@@ -105,16 +105,16 @@ def measure_long(block: int) -> dict[str, float]:
     return {"match_131072_us": median(matches), "insert_131072_us": median(inserts)}
 
 
-def measure_takes(leaves: int) -> dict[str, float]:
+def _measure_takes(leaves: int) -> dict[str, float]:
     """Median time to take n blocks from a full cache, so that each take evicts n."""
-    cache = _make_cache(FULL_BLOCKS, 16)
-    length = FULL_BLOCKS // leaves * 16
+    cache = _make_cache(_FULL_BLOCKS, 16)
+    length = _FULL_BLOCKS // leaves * 16
     for leaf in range(leaves):
         start = leaf * length
         _insert(cache, TokenPath(np.arange(start, start + length, dtype=np.int32)))
     settle_collector()
     taken = {}
-    for count, times in TAKES.items():
+    for count, times in _TAKES.items():
         took = [_time(partial(cache.take, count, now=0.0)) for _ in range(times)]
         taken[str(count)] = median(took)
     return taken

@@ -32,8 +32,8 @@ from headwater.replay.variants import VARIANTS
 
 Micros: TypeAlias = NDArray[np.float64]
 
-CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000)
-QUICK_REQUESTS = 2_000
+_CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000)
+_QUICK_REQUESTS = 2_000
 _SHOWN = "session"
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     capacities = _capacities(options.capacity)
     limit = options.requests
     if options.quick:
-        limit = min(limit or QUICK_REQUESTS, QUICK_REQUESTS)
+        limit = min(limit or _QUICK_REQUESTS, _QUICK_REQUESTS)
     if options.trace is not None and options.shape != "mixed":
         raise ConfigError("--shape is for synthetic sessions: leave it out with --trace")
     if options.trace is None:
@@ -150,7 +150,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--capacity",
         metavar="N,N",
-        default=",".join(map(str, CAPACITIES)),
+        default=",".join(map(str, _CAPACITIES)),
         help="cache sizes in blocks of 512 tokens (default: %(default)s)",
     )
     parser.add_argument(

@@ -64,7 +64,7 @@ def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
     snapshot_us = _time(core.stats, repeats)
     look_us = _time(lambda: core.view(_LOOK), 50)
     core.close()
-    holds_ms = snapshot_holds_ms(_SNAPSHOT_TOKENS, block_tokens=16)
+    holds_ms = _snapshot_holds_ms(_SNAPSHOT_TOKENS, block_tokens=16)
     return {
         "batch": batch,
         "step_us": step_us,
@@ -80,7 +80,7 @@ def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
     }
 
 
-def snapshot_holds_ms(num_tokens: int, *, block_tokens: int) -> list[float]:
+def _snapshot_holds_ms(num_tokens: int, *, block_tokens: int) -> list[float]:
     """How long the encoder of a KV event snapshot holds the interpreter lock between pauses, in
     processor time. Other threads of an engine wait that long."""
     keys = [

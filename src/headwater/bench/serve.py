@@ -51,8 +51,8 @@ from headwater.bench._server_processes import (
 from headwater.testing.ports import free_port
 
 MAX_MODEL_LEN = 4096
-VLLM_MODES = ("compiled", "eager")
-COUNTERS = ("headwater:engine_decide_seconds_total", "headwater:engine_step_seconds_total")
+_VLLM_MODES = ("compiled", "eager")
+_COUNTERS = ("headwater:engine_decide_seconds_total", "headwater:engine_step_seconds_total")
 QUIET = 0.05
 """Largest share of a run in which an engine may wait for its core before the run is
 repeated."""
@@ -63,7 +63,7 @@ HEAD = (
     *("ttft p50 ms", "ttft p99 ms", "itl p50 ms", "cached", "decide", "waited", "tokens/cpu s"),
 )
 
-LEGEND = """\
+_LEGEND = """\
   at once: clients; cached: share of prompt tokens found in the cache; decide: share of the
   engine's step time for scheduling; waited: share of the run in which the engine waited for a
   core (close to 0 on a machine of its own); tokens/cpu s: output tokens per second of processor
@@ -90,8 +90,8 @@ def main(argv: Sequence[str]) -> int:
         options.concurrency = [number for number in options.concurrency if number <= 8]
     rows: list[Row] = []
     for model in options.models:
-        rows += measure_model(model, _folder(model), options)
-    result: dict[str, Any] = {"rows": rows, "constrained": constrained_ratios(rows)}
+        rows += _measure_model(model, _folder(model), options)
+    result: dict[str, Any] = {"rows": rows, "constrained": _constrained_ratios(rows)}
     if options.vllm_python or options.baseline:
         result["ratios"] = ratios(rows)
     if options.json:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
+def _measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
     """Measure every case on one model: with the cache, alternating with vLLM if `options` name
     it, then without the cache."""
     rows: list[Row] = []
@@ -132,7 +132,7 @@ def ratios(rows: list[Row]) -> list[Row]:
     return found
 
 
-def constrained_ratios(rows: list[Row]) -> list[Row]:
+def _constrained_ratios(rows: list[Row]) -> list[Row]:
     """Results with a schema divided by those without, for each engine and case that ran
     both."""
     found = []
@@ -239,7 +239,7 @@ def _decided(server: RunningServer) -> list[float]:
     """Seconds in scheduler and cache, and in steps; empty for an engine that does not report
     them."""
     counters = server.counters()
-    return [counters[name] for name in COUNTERS if name in counters]
+    return [counters[name] for name in _COUNTERS if name in counters]
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -314,11 +314,11 @@ def _say(line: str) -> None:
 
 def _print_table(result: dict[str, Any]) -> None:
     print("headwater bench serve")
-    print(LEGEND)
+    print(_LEGEND)
     print("".join(f"{name:>14}" for name in HEAD))
     for row in result["rows"]:
         print("".join(f"{_shown(value):>14}" for value in row.values()))
-    for row in constrained_ratios(result["rows"]):
+    for row in _constrained_ratios(result["rows"]):
         print("json / json-free:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
     for row in result.get("ratios", ()):
         print("headwater / other:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
@@ -378,8 +378,8 @@ def _parser() -> ArgumentParser:
     add(
         "--vllm-modes",
         nargs="+",
-        choices=VLLM_MODES,
-        default=list(VLLM_MODES),
+        choices=_VLLM_MODES,
+        default=list(_VLLM_MODES),
         help="how vLLM runs: compiled, its default, and with --enforce-eager (both)",
     )
     add(

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             if "hits" in options.parts:
                 result |= measure_hits(media, options)
             if "convoy" in options.parts:
-                result |= measure_convoy(media, options)
+                result |= _measure_convoy(media, options)
         if "all-miss" in options.parts:
             result |= measure_all_miss(folder / "all-miss", options)
     if "hung" in options.parts:
@@ -124,7 +124,7 @@ def measure_hits(media: Media, options: Namespace) -> Result:
     return {"hit_ttft_ms": hits, "recompute_ttft_ms": computed, "recompute_over_hit": faster}
 
 
-def measure_convoy(media: Media, options: Namespace) -> Result:
+def _measure_convoy(media: Media, options: Namespace) -> Result:
     """`convoy_ratio`: requests per second of a group with one stored prefix, divided by those
     of a group that computes the prefix."""
     engine = TierEngine(

@@ -60,7 +60,7 @@ class DoctorFinding:
 
 def run_doctor() -> int:
     """Print the findings. Returns 1 if the server cannot run, otherwise 0."""
-    findings = [finding for look in LOOKS for finding in look()]
+    findings = [finding for look in _LOOKS for finding in look()]
     sys.stdout.write("".join(f"{finding}\n" for finding in findings))
     missing = sum(finding.verdict == "missing" for finding in findings)
     slow = sum(finding.verdict == "slow" for finding in findings)
@@ -194,7 +194,7 @@ def look_at_storage() -> Iterable[DoctorFinding]:
             )
 
 
-LOOKS: tuple[Callable[[], Iterable[DoctorFinding]], ...] = (
+_LOOKS: tuple[Callable[[], Iterable[DoctorFinding]], ...] = (
     look_at_versions,
     look_at_compiler,
     look_at_memory,

@@ -28,7 +28,7 @@ from headwater.clock import SystemClock
 
 log = logging.getLogger(__name__)
 
-LOCK_TIMEOUT_S = 30.0
+_LOCK_TIMEOUT_S = 30.0
 """Time to wait for other engines that choose. Each of them takes milliseconds."""
 
 _LOCK = "lock"
@@ -68,7 +68,7 @@ class Claims:
 
 @contextmanager
 def open_claims(
-    folder: Path | None = None, *, timeout_s: float = LOCK_TIMEOUT_S
+    folder: Path | None = None, *, timeout_s: float = _LOCK_TIMEOUT_S
 ) -> Iterator[Claims | None]:
     """A context with the claims of this machine, in which no other engine chooses. Waits at
     most `timeout_s` for an engine that chooses now, then continues without the lock. Gives None

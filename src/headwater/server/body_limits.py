@@ -13,7 +13,7 @@ from headwater.server.errors import RequestRefused
 from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.schema import ChatRequest, TokenizeRequest
 
-MAX_VALUES = 200_000
+_MAX_VALUES = 200_000
 """Maximum number of JSON values of a long body, not counting its token ids."""
 
 MAX_FIELD_BYTES = 1 << 21
@@ -34,11 +34,11 @@ S = TypeVar("S", bound=msgspec.Struct)
 def decode_long_json(raw: bytes, kind: type[S]) -> S:
     """A long JSON body as `kind`. Raises RequestRefused when it is wrong or above a limit."""
     # Parsing lists and objects is slow: millions of them take many seconds.
-    if _num_containers(raw) > MAX_VALUES:
+    if _num_containers(raw) > _MAX_VALUES:
         raise _too_many()
     body = decode_json(raw, kind)
     _check_fields(body)
-    if _num_values(msgspec.to_builtins(body)) + _num_argument_values(body) > MAX_VALUES:
+    if _num_values(msgspec.to_builtins(body)) + _num_argument_values(body) > _MAX_VALUES:
         raise _too_many()
     return body
 
@@ -62,9 +62,9 @@ def _check_fields(body: msgspec.Struct) -> None:
 
 
 def _num_values(value: Any) -> int:  # noqa: ANN401 -- JSON
-    """Number of JSON values, token ids left out; counting stops soon after `MAX_VALUES`."""
+    """Number of JSON values, token ids left out; counting stops soon after `_MAX_VALUES`."""
     count, todo = 0, [value]
-    while todo and count <= MAX_VALUES:
+    while todo and count <= _MAX_VALUES:
         entry = todo.pop()
         count += 1
         if isinstance(entry, dict):
@@ -88,5 +88,5 @@ def _num_argument_values(body: msgspec.Struct) -> int:
 
 def _too_many() -> RequestRefused:
     return RequestRefused(
-        f"the body has more than {MAX_VALUES} values in addition to token ids; send a smaller one"
+        f"the body has more than {_MAX_VALUES} values in addition to token ids; send a smaller one"
     )

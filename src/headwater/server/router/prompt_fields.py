@@ -41,7 +41,7 @@ class PromptFields(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
     """The first prompt as the body of a `/tokenize` request, when it is text."""
 
 
-NO_FIELDS = PromptFields()
+_NO_FIELDS = PromptFields()
 
 
 class FieldReader:
@@ -54,13 +54,13 @@ class FieldReader:
         """The fields of a request to `path`. Never stops the event loop for long. A text above
         `max_text_bytes` is left out."""
         if path not in GENERATING:
-            return NO_FIELDS
+            return _NO_FIELDS
         if is_short(raw):
             return prompt_fields(path, raw, max_text_bytes)
         try:
             result = await self._workers.ask(path, raw, max_text_bytes)
         except RequestRefused:
-            return NO_FIELDS
+            return _NO_FIELDS
         return msgspec.msgpack.decode(result, type=PromptFields)
 
     def close(self) -> None:
@@ -69,11 +69,11 @@ class FieldReader:
 
 
 def prompt_fields(path: str, raw: bytes, max_text_bytes: int) -> PromptFields:
-    """The fields of one request; `NO_FIELDS` for a body that the instance will refuse."""
+    """The fields of one request; `_NO_FIELDS` for a body that the instance will refuse."""
     try:
         fields = _all_fields(path, raw)
     except RequestRefused:
-        return NO_FIELDS
+        return _NO_FIELDS
     if len(fields.text) > max_text_bytes or len(fields.token_ids) > max_text_bytes // 16:
         # Longer than any context: the instance will refuse it, and nothing is hashed here.
         return msgspec.structs.replace(fields, text=b"", token_ids=b"")
