@@ -1,5 +1,7 @@
 """Experts in MXFP4: kernels against float64 over the dequantised weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from headwater.device.kernels.routing import (  # noqa: E402
     choose_experts,
     route,
 )
+from tests.device.plain_unpack import use_plain_unpack  # noqa: E402
 
 __all__ = ["pytestmark"]
 
@@ -29,7 +32,13 @@ EXPERTS, TOP, SIZE, INNER = 5, 2, 160, 96
 
 RULE = RoutingRule(top=TOP, score=RouterScore.SOFTMAX_OF_TOP)
 ALPHA, LIMIT = 1.702, 7.0
-in_assembly = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter has no PTX")
+
+
+@pytest.fixture(autouse=True)
+def without_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has no PTX."""
+    if IS_INTERPRETED:
+        use_plain_unpack(monkeypatch)
 
 
 class Experts:
@@ -88,7 +97,6 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
-@in_assembly
 @pytest.mark.parametrize("rows", [1, 4])
 def test_few_rows(rows: int) -> None:
     """Results of normalised rows are added to the residual."""
@@ -105,7 +113,7 @@ def test_few_rows(rows: int) -> None:
     assert error(hidden, before + experts.exact(normed, ids, shares)) < 1e-2
 
 
-@in_assembly
+@pytest.mark.skipif(IS_INTERPRETED, reason="takes minutes in the interpreter")
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("rows", [7, 40, 60, 200, 450])
 def test_many_rows(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +145,20 @@ def test_prompts(memory: int, programs: int, monkeypatch: pytest.MonkeyPatch) ->
     add_prompt(x, hidden, experts.weights, routing)
 
     assert error(hidden, before + experts.exact(x, routing.ids, routing.weights)) < 1e-2
+
+
+def test_rows_of_float32_are_not_rounded() -> None:
+    """Models in float32 are for comparisons, so their rows are multiplied with dequantised
+    weights."""
+    experts, routing = Experts(), routed(3)
+    weights = replace(
+        experts.weights,
+        gate_up_bias=experts.biases[0].float(),
+        down_bias=experts.biases[1].float(),
+    )
+    x, hidden = torch.randn(3, SIZE, device=DEVICE), torch.randn(3, SIZE, device=DEVICE)
+    before = hidden.double()
+
+    mx_experts.add_grouped(x, hidden, weights, routing)
+
+    assert error(hidden, before + experts.exact(x, routing.ids, routing.weights)) < 1e-5

@@ -145,22 +145,24 @@ def _recorded(batch: int) -> Iterator[list[Tensor]]:
     """Collects the number of distinct experts per layer, in steps of `batch` rows."""
     counts: list[Tensor] = []
     watched: Any = moe
-    choose, route = watched.choose_experts, watched.route
+    choose, normalise_and_choose = watched.choose_experts, watched.normalise_and_choose
 
-    def chosen(logits: Tensor, rule: Any) -> Any:  # noqa: ANN401 -- as the kernels' own
-        ids, weights = choose(logits, rule)
+    def count(ids: Tensor) -> None:
         if len(ids) == batch:
             counts.append(torch.tensor(torch.unique(ids).numel()))
+
+    def chosen(*given: Any) -> Any:  # noqa: ANN401 -- as the kernels' own
+        ids, weights = choose(*given)
+        count(ids)
         return ids, weights
 
-    def routed(logits: Tensor, rule: Any) -> Any:  # noqa: ANN401
-        routing = route(logits, rule)
-        if len(routing.ids) == batch:
-            counts.append(torch.tensor(torch.unique(routing.ids).numel()))
-        return routing
+    def normalised_and_chosen(*given: Any) -> Any:  # noqa: ANN401
+        x, ids, weights = normalise_and_choose(*given)
+        count(ids)
+        return x, ids, weights
 
-    watched.choose_experts, watched.route = chosen, routed
+    watched.choose_experts, watched.normalise_and_choose = chosen, normalised_and_chosen
     try:
         yield counts
     finally:
-        watched.choose_experts, watched.route = choose, route
+        watched.choose_experts, watched.normalise_and_choose = choose, normalise_and_choose

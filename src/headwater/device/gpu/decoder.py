@@ -27,7 +27,7 @@ from headwater.device.gpu.mlp import (
     normed,
     product,
 )
-from headwater.device.gpu.moe import add_moe
+from headwater.device.gpu.moe import MoeBlock, add_moe
 from headwater.device.gpu.quantized import Weight, linear_weight, rows_from
 from headwater.device.kernels import rows
 from headwater.device.kernels.gated import MIN_EAGER_ROWS
@@ -282,22 +282,49 @@ class FusedDecoder:
             self._add_mlp(layer, hidden, is_eager=is_eager)
             self._add_attended(layer, hidden, attended)
         else:
-            self._add_attended(layer, hidden, attended)
-            self._add_mlp(layer, hidden, is_eager=is_eager)
+            is_later = self._is_bias_added_later(layer, hidden)
+            self._add_attended(layer, hidden, attended, is_biased=not is_later)
+            later = layer.output_bias if is_later else None
+            self._add_mlp(layer, hidden, later, is_eager=is_eager)
 
-    def _add_attended(self, layer: FusedWeights, hidden: Tensor, attended: Tensor) -> None:
+    def _is_bias_added_later(self, layer: FusedWeights, hidden: Tensor) -> bool:
+        """Whether the norm before experts adds the bias of the output projection, which takes
+        another kernel if the product of several rows also adds to `hidden`."""
+        return (
+            isinstance(layer.mlp, MoeBlock)
+            and isinstance(layer.mlp_norm, RmsNorm)
+            and layer.output_bias is not None
+            and layer.attention_norm is None
+            and layer.output_norm is None
+            and layer.residual_scale == 1.0
+            and self._ranks is None
+            and len(hidden) > 1
+        )
+
+    def _add_attended(
+        self, layer: FusedWeights, hidden: Tensor, attended: Tensor, *, is_biased: bool = True
+    ) -> None:
         """Add the projection of attention to `hidden`, which is the input of the layer for
         its gate."""
+        bias = layer.output_bias if is_biased else None
         parts = zip(hidden.split(MAX_GEMM_ROWS), attended.split(MAX_GEMM_ROWS), strict=True)
         for part, attended_part in parts:
             if layer.output_gate is not None:
                 attended_part *= product(part, layer.output_gate, layer.input_norm).sigmoid_()
             add_linear(
-                part, attended_part, layer.output, layer.output_bias, layer.attention_norm,
+                part, attended_part, layer.output, bias, layer.attention_norm,
                 layer.residual_scale, self._ranks,
             )  # fmt: skip
 
-    def _add_mlp(self, layer: FusedWeights, hidden: Tensor, *, is_eager: bool) -> None:
+    def _add_mlp(
+        self,
+        layer: FusedWeights,
+        hidden: Tensor,
+        added: Tensor | None = None,
+        *,
+        is_eager: bool,
+    ) -> None:
+        """Add the result of the MLP to `hidden`; first, `added` to each row."""
         if isinstance(layer.mlp, DenseMLP):
             add_dense(
                 layer.mlp,
@@ -311,5 +338,6 @@ class FusedDecoder:
             return
         norm = cast(RmsNorm | None, layer.mlp_norm)
         add_moe(
-            layer.mlp, hidden, norm, layer.output_norm, is_eager=is_eager, ranks=self._ranks
-        )
+            layer.mlp, hidden, norm, layer.output_norm, is_eager=is_eager, ranks=self._ranks,
+            added=added,
+        )  # fmt: skip

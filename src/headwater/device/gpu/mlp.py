@@ -130,10 +130,13 @@ def activated(mlp: DenseMLP, x: Tensor, norm: Norm | None, *, is_eager: bool) ->
     return gate_up(normed(x, norm), weight, is_eager=is_eager, activation=mlp.activation)
 
 
-def normed(x: Tensor, norm: Norm | None) -> Tensor:
-    """`norm(x)`, or `x` without a norm."""
+def normed(x: Tensor, norm: Norm | None, added: Tensor | None = None) -> Tensor:
+    """`norm(x)`, or `x` without a norm. Before that, `added` is added to each row, in place."""
+    if added is not None and not isinstance(norm, RmsNorm):
+        x += added
+        added = None
     x, norm = _centred(x, norm)
-    return x if norm is None else rows.norm(x, *norm)
+    return x if norm is None else rows.norm(x, *norm, added)
 
 
 def product(

@@ -25,6 +25,8 @@ from headwater.device.gpu.mlp import (
 from headwater.device.gpu.packed_experts import PackedExperts
 from headwater.device.kernels import mx_experts, rows
 from headwater.device.kernels.activation import GateActivation
+from headwater.device.kernels.expert_choice import fits as fits_router
+from headwater.device.kernels.expert_choice import normalise_and_choose
 from headwater.device.kernels.expert_groups import add_grouped
 from headwater.device.kernels.expert_pairs import MAX_PAIR_ROWS, add_pairs
 from headwater.device.kernels.experts import ExpertWeights
@@ -35,7 +37,7 @@ from headwater.device.kernels.routing import (
     RouterScore,
     RoutingRule,
     choose_experts,
-    route,
+    list_pairs,
 )
 
 
@@ -65,10 +67,12 @@ def add_moe(
     *,
     is_eager: bool,
     ranks: RankSum | None = None,
+    added: Tensor | None = None,
 ) -> None:
     """Add the experts' results for normalised rows of `hidden` to `hidden` in place; the results
     are normalised first if `output_norm` is given. With `ranks`, each rank has a part of every
-    expert, and the sum of their results is added."""
+    expert, and the sum of their results is added. Before all that, `added` is added to each row;
+    it is only given without `output_norm` and `ranks`."""
     for part in hidden.split(MAX_GEMM_ROWS):
         if output_norm is not None:
             result = torch.zeros_like(part)
@@ -78,7 +82,7 @@ def add_moe(
             rows.add_normed(result, *output_norm, part)
             continue
         if ranks is None:
-            _add(block, part, part, norm, is_eager=is_eager)
+            _add(block, part, part, norm, added, is_eager=is_eager)
             continue
         source = part.clone()
         if not ranks.is_first:
@@ -92,24 +96,29 @@ def _add(
     source: Tensor,
     hidden: Tensor,
     norm: RmsNorm | None,
+    added: Tensor | None = None,
     *,
     is_eager: bool,
 ) -> None:
-    """Add the results for rows of `source` to `hidden`, which may be the same tensor."""
-    num_rows = len(hidden)
+    """Add the results for rows of `source` to `hidden`, which may be the same tensor. Before
+    that, `added` is added to each row of `source`."""
     if _is_one_row(block, hidden):
+        if added is not None:
+            source += added
         _add_one(block, source, hidden, norm)
         return
-    x = normed(source, norm)
-    logits = torch.mm(x.to(block.router.dtype), block.router.T)
-    if block.router_bias is not None:
-        logits += block.router_bias
-    if num_rows <= MAX_PAIR_ROWS:
-        ids, weights = choose_experts(logits, block.rule)
+    if norm is not None and fits_router(source, block.router):
+        x, ids, weights = normalise_and_choose(
+            source, norm, block.router, block.router_bias, block.rule, added
+        )
+    else:
+        x = normed(source, norm, added)
+        ids, weights = choose_experts(_logits(block, x), block.rule)
+    if len(hidden) <= MAX_PAIR_ROWS and not _is_exact(block.experts, hidden):
         _pairs(block.experts)(x, hidden, block.experts, ids, weights)
     else:
         grouped = mx_experts.add_grouped if block.experts.is_mxfp4 else add_grouped
-        grouped(x, hidden, block.experts, route(logits, block.rule))
+        grouped(x, hidden, block.experts, list_pairs(ids, weights, len(block.router)))
     if block.shared is not None:
         result = dense(block.shared, x, is_eager=is_eager)
         if block.shared_gate is not None:
@@ -117,10 +126,22 @@ def _add(
         hidden.add_(result, alpha=block.shared_scale)
 
 
+def _logits(block: MoeBlock, x: Tensor) -> Tensor:
+    x = x.to(block.router.dtype)
+    if block.router_bias is None:
+        return torch.mm(x, block.router.T)
+    return torch.addmm(block.router_bias.to(x.dtype), x, block.router.T)
+
+
+def _is_exact(experts: ExpertWeights, hidden: Tensor) -> bool:
+    """Whether rows are float32 and the kernels for few rows would round them to 16 bits."""
+    return experts.is_mxfp4 and hidden.element_size() == 4
+
+
 def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
     """Whether `_add_one` supports the block: there is one row, `gemv` supports all weights, and
     the shared experts have no gate."""
-    if len(hidden) != 1 or block.shared_gate is not None:
+    if len(hidden) != 1 or block.shared_gate is not None or _is_exact(block.experts, hidden):
         return False
     dense_weights = [] if block.shared is None else [block.shared.up, block.shared.down]
     return has_aligned_lines(block.router) and all(

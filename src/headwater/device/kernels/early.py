@@ -19,25 +19,34 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 MAX_EARLY_ROWS = 64
 """Kernels over at most this many rows start early."""
 
+MAX_EARLY_EXPERT_ROWS = 256
+"""The same for kernels between the router and the sum of experts' results, of which there are
+several for few rows of each expert."""
+
 _MAX_ROW_SIZE = 4095
 """A product of a single row starts early if the row has at most this many elements. The product of
 a larger row takes so long that an early start gains little, and its programs are spread unevenly if
 the kernel before still occupies a part of the processors."""
 
 
-def starts_early(rows: Tensor, *, is_short: bool = False) -> bool:
+def starts_early(
+    rows: Tensor, size: int | None = None, *, most: int = MAX_EARLY_ROWS, is_short: bool = False
+) -> bool:
     """Whether a kernel over `rows` starts early: the value of `EARLY` and `launch_pdl` in its
-    launch. `is_short` means that a single row takes little time, however large it is."""
-    is_wide = len(rows) == 1 and rows.shape[-1] > _MAX_ROW_SIZE
-    return lets_next_start(rows) and (is_short or not is_wide)
+    launch. `size` is the number of elements of a row; the default is the last dimension of
+    `rows`. `most` is the maximum number of rows. `is_short` means that a single row takes little
+    time, however large it is."""
+    row_size = rows.shape[-1] if size is None else size
+    is_wide = len(rows) == 1 and row_size > _MAX_ROW_SIZE
+    return lets_next_start(rows, most=most) and (is_short or not is_wide)
 
 
-def lets_next_start(rows: Tensor) -> bool:
+def lets_next_start(rows: Tensor, *, most: int = MAX_EARLY_ROWS) -> bool:
     """Whether the kernel after one over `rows` may start early: the value of `NEXT` in its
-    launch."""
+    launch. `most` is the maximum number of rows."""
     return (
         rows.is_cuda
-        and len(rows) <= MAX_EARLY_ROWS
+        and len(rows) <= most
         and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     )
 

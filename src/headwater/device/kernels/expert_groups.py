@@ -14,6 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import activate
+from headwater.device.kernels.early import (
+    MAX_EARLY_EXPERT_ROWS,
+    start_early,
+    starts_early,
+)
 from headwater.device.kernels.experts import ExpertWeights
 from headwater.device.kernels.quantized import Code, quantize_rows
 from headwater.device.kernels.routing import Routing
@@ -28,8 +33,8 @@ _SHAPES = {
 warps."""
 
 _FP8_SHAPES = {
-    16: (64, 128, 4, 4),
-    32: (64, 128, 4, 4),
+    16: (64, 128, 3, 4),
+    32: (64, 128, 3, 4),
     64: (64, 128, 3, 4),
     128: (128, 128, 3, 8),
 }
@@ -190,8 +195,10 @@ def _grouped(x, weight, bias, shares, x_scales, scales, lists, counts, out, capa
 
 
 @triton.jit
-def _combine(pairs, hidden, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(pairs, hidden, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
+             EARLY: tl.constexpr):  # fmt: skip
     """Add the results of a row's pairs, in order, to the residual."""
+    start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -219,7 +226,10 @@ def combine_pairs(wide: Tensor, hidden: Tensor, top: int) -> None:
     """Add the results of the pairs of each row to `hidden`."""
     rows, size = hidden.shape
     block = min(1024, triton.next_power_of_2(size))
-    _combine[(rows, triton.cdiv(size, block))](wide, hidden, SIZE=size, TOP=top, BLOCK=block)
+    early = starts_early(hidden, most=MAX_EARLY_EXPERT_ROWS)
+    _combine[(rows, triton.cdiv(size, block))](
+        wide, hidden, SIZE=size, TOP=top, BLOCK=block, EARLY=early, launch_pdl=early
+    )
 
 
 def multiply_grouped(

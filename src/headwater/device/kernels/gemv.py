@@ -205,6 +205,9 @@ def _shape(
     A kernel that starts early has small tiles: its programs start on processors where others
     have ended, so a few large programs would be spread unevenly.
     """
+    if size % _WHOLE and not is_fp8 and not is_gated:
+        n, k, stages = (1, 1024, 1) if outputs <= _FEW_OUTPUTS else (16, 256, 4)
+        return n, min(k, triton.next_power_of_2(size)), stages
     if is_fp8:
         shape = FP8_SHAPES[is_gated, is_normed]
     elif is_gated and is_early:
@@ -216,7 +219,7 @@ def _shape(
     elif outputs >= _MANY_OUTPUTS:
         shape = 8, 512, 4
     elif is_early:
-        shape = (4, 1024, 0) if size % 512 == 0 or size % _WHOLE else (8, 256, 0)
+        shape = (4, 1024, 0) if size % 512 == 0 else (8, 256, 0)
     else:
         shape = (16, 256, 4) if is_normed else (8, 512, 4)
     n, k, stages = shape

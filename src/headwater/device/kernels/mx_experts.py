@@ -11,13 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.kernels.activation import activate
-from headwater.device.kernels.early import start_early, starts_early
+from headwater.device.kernels.early import (
+    MAX_EARLY_EXPERT_ROWS,
+    start_early,
+    starts_early,
+)
 from headwater.device.kernels.expert_groups import combine_pairs, row_programs, tile_rows
 from headwater.device.kernels.experts import ExpertWeights
 from headwater.device.kernels.mx_prompts import MIN_ROWS, add_prompt
 from headwater.device.kernels.quantized_gemv import (
     exponent_bits,
-    four_inputs,
     largest_of_four,
     with_exponent,
 )
@@ -30,28 +33,63 @@ _LINES = 8
 _PROGRAMS = 132
 """Programs of a pair: one per processor of an H200."""
 
-_NARROW_TILE = 16
-"""Maximum number of rows of a tile with few outputs; a tile with more rows has twice as many
-outputs."""
+_SHAPES = {16: (64, 3, 4), 32: (128, 4, 8), 64: (128, 3, 8), 128: (128, 3, 8)}
+"""Tile shapes by the rows of a tile: lines, iterations read ahead, and warps; the fastest of 8 on
+an H200."""
+
+_GROUPS = 4
+"""Groups of inputs of an iteration."""
+
+
+@triton.jit
+def _four(x, at, there, number: tl.constexpr):
+    """The four 16-bit numbers of nibble `number` of each 64-bit word of a line, as float32.
+    They are read as one: the same thread needs all of them."""
+    # Two words belong to each 32 inputs, in this shape so that a thread reads 16 bytes.
+    groups: tl.constexpr = at.shape[0] // 2
+    kind: tl.constexpr = x.dtype.element_ty
+    pair = tl.arange(0, groups)[:, None] * 8 + number * 2 + tl.arange(0, 2)[None, :]
+    numbers = tl.load(
+        x.to(tl.pointer_type(tl.int64)) + pair, mask=tl.reshape(there, (groups, 2)), other=0
+    )
+    numbers = tl.reshape(numbers, (at.shape[0],))
+    return (
+        numbers.to(tl.int16).to(kind, bitcast=True).to(tl.float32),
+        (numbers >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
+        (numbers >> 32).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
+        (numbers >> 48).to(tl.int16).to(kind, bitcast=True).to(tl.float32),
+    )
+
+
+@triton.jit
+def _four_inputs(x, norm_weight, at, there, squares, number: tl.constexpr,
+                 NORMED: tl.constexpr):  # fmt: skip
+    """`_four` of a row, multiplied by the weights of its norm, and sums of squares."""
+    a, b, c, d = _four(x, at, there, number)
+    if NORMED:
+        squares += a * a + b * b + c * c + d * d
+        wa, wb, wc, wd = _four(norm_weight, at, there, number)
+        a, b, c, d = a * wa, b * wb, c * wc, d * wd
+    return a, b, c, d, squares
 
 
 @triton.jit
 def _input_pairs(x, norm_weight, at, there, NORMED: tl.constexpr):
-    """The inputs of each 64-bit word of a line as pairs of float16, the factor for products
-    with them, and sums of squares."""
-    place = at // 2 * 32 + at % 2 * 4
+    """The inputs of each 64-bit word of a line as pairs of float16, the factor of each word for
+    products with them, and sums of squares."""
     squares = tl.zeros([at.shape[0]], tl.float32)
-    a0, a1, a2, a3, squares = four_inputs(x, norm_weight, place, there, squares, NORMED)
-    b0, b1, b2, b3, squares = four_inputs(x, norm_weight, place + 8, there, squares, NORMED)
-    c0, c1, c2, c3, squares = four_inputs(x, norm_weight, place + 16, there, squares, NORMED)
-    d0, d1, d2, d3, squares = four_inputs(x, norm_weight, place + 24, there, squares, NORMED)
+    a0, a1, a2, a3, squares = _four_inputs(x, norm_weight, at, there, squares, 0, NORMED)
+    b0, b1, b2, b3, squares = _four_inputs(x, norm_weight, at, there, squares, 1, NORMED)
+    c0, c1, c2, c3, squares = _four_inputs(x, norm_weight, at, there, squares, 2, NORMED)
+    d0, d1, d2, d3, squares = _four_inputs(x, norm_weight, at, there, squares, 3, NORMED)
     top = tl.maximum(
         tl.maximum(largest_of_four(a0, a1, a2, a3), largest_of_four(b0, b1, b2, b3)),
         tl.maximum(largest_of_four(c0, c1, c2, c3), largest_of_four(d0, d1, d2, d3)),
     )
-    # The largest becomes 2 ** 14 to 2 ** 15, because codes become float16 numbers that are 2 ** 14
-    # too small. So products that matter are not below the range of float16.
-    own = exponent_bits(tl.max(top, 0))
+    # The largest of a word becomes 2 ** 14 to 2 ** 15, because codes become float16 numbers that
+    # are 2 ** 14 too small. So products that matter are not below the range of float16. A factor
+    # for each word, unlike one for the row, needs no exchange between threads.
+    own = exponent_bits(top)
     up = with_exponent(268 - own)
     return (
         half_pair(a0 * up, a1 * up)[None, :],
@@ -68,10 +106,11 @@ def _input_pairs(x, norm_weight, at, there, NORMED: tl.constexpr):
 
 
 @triton.jit
-def _line_parts(w, exponents, a, b, c, d, e, f, g, h, N: tl.constexpr, GROUPS: tl.constexpr):
-    """For `N` lines: the sum of products of each group of inputs, multiplied by the group's
-    scale."""
-    products = e2m1_products(w, a, b, c, d, e, f, g, h)
+def _line_parts(w, exponents, factors, a, b, c, d, e, f, g, h, N: tl.constexpr,
+                GROUPS: tl.constexpr):  # fmt: skip
+    """For `N` lines: the sum of products of each group of inputs, multiplied by the `factors` of
+    words and the group's scale."""
+    products = e2m1_products(w, a, b, c, d, e, f, g, h) * factors[None, :]
     return tl.sum(tl.reshape(products, (N, GROUPS, 2)), 2) * with_exponent(
         exponents.to(tl.int32)
     )
@@ -93,11 +132,12 @@ def _pair_gate_up(x, weight, scales, bias, norm_weight, ids, out, epsilon, alpha
     groups: tl.constexpr = SIZE // 32
     at = tl.arange(0, WIDTH)
     there = at < words
-    xa, xb, xc, xd, xe, xf, xg, xh, row_scale, squares = _input_pairs(
+    xa, xb, xc, xd, xe, xf, xg, xh, factors, squares = _input_pairs(
         x + (pair // TOP) * SIZE, norm_weight, at, there, NORMED
     )
+    row_scale = 1.0
     if NORMED:
-        row_scale = row_scale * tl.rsqrt(tl.sum(squares, 0) / SIZE + epsilon)
+        row_scale = tl.rsqrt(tl.sum(squares, 0) / SIZE + epsilon)
     begin = tl.program_id(0) * EACH
     end = tl.minimum(begin + EACH, lines)
     whole = weight + expert * (lines * words) + at[None, :]
@@ -122,7 +162,7 @@ def _pair_gate_up(x, weight, scales, bias, norm_weight, ids, out, epsilon, alpha
             mask=(after < end)[:, None] & known_group,
             other=0,
         )
-        part = _line_parts(w, used, xa, xb, xc, xd, xe, xf, xg, xh, N, WIDTH // 2)
+        part = _line_parts(w, used, factors, xa, xb, xc, xd, xe, xf, xg, xh, N, WIDTH // 2)
         total = tl.sum(part, 1) * row_scale
         if BIASED:
             of_line = tl.load(bias + expert * lines + line, mask=known, other=0.0)
@@ -134,9 +174,24 @@ def _pair_gate_up(x, weight, scales, bias, norm_weight, ids, out, epsilon, alpha
 
 
 @triton.jit
+def _some_lines(weight, scales, line, known, at, there, WIDTH: tl.constexpr,
+                WORDS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    """Words and exponents of some lines."""
+    w = tl.load(
+        weight + line[:, None] * WORDS + at[None, :], mask=known[:, None] & there[None, :],
+        other=0,
+    )  # fmt: skip
+    group = tl.arange(0, WIDTH // 2)[None, :]
+    exponents = tl.load(
+        scales + line[:, None] * GROUPS + group, mask=known[:, None] & (group < GROUPS), other=0
+    )
+    return w, exponents
+
+
+@triton.jit
 def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
                OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
-               BIASED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+               BIASED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """All experts of one row, added to the residual."""
     start_early(EARLY)
     row = tl.program_id(1)
@@ -146,38 +201,30 @@ def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
     there = at < words
     line = tl.program_id(0) * N + tl.arange(0, N)
     known = line < OUTPUTS
-    group = tl.arange(0, WIDTH // 2)[None, :]
-    known_scale = known[:, None] & (group < groups)
     acc = tl.zeros([N, WIDTH // 2], tl.float32)
     biases = tl.zeros([N], tl.float32)
     expert = tl.load(ids + row * TOP).to(tl.int64)
-    exponents = tl.load(
-        scales + (expert * OUTPUTS + line[:, None]) * groups + group, mask=known_scale, other=0
+    w, exponents = _some_lines(
+        weight, scales, expert * OUTPUTS + line, known, at, there, WIDTH, words, groups
     )
-    for number in tl.range(0, TOP, num_stages=STAGES):
+    for number in tl.static_range(TOP):
         pair = row * TOP + number
-        expert = tl.load(ids + pair).to(tl.int64)
         share = tl.load(shares + pair)
-        w = tl.load(
-            weight + (expert * OUTPUTS + line[:, None]) * words + at[None, :],
-            mask=known[:, None] & there[None, :],
-            other=0,
-        )
-        used = exponents
-        after = tl.load(ids + row * TOP + tl.minimum(number + 1, TOP - 1)).to(tl.int64)
-        exponents = tl.load(
-            scales + (after * OUTPUTS + line[:, None]) * groups + group,
-            mask=known_scale,
-            other=0,
-        )
-        xa, xb, xc, xd, xe, xf, xg, xh, row_scale, _ = _input_pairs(
+        if number + 1 < TOP:  # the next weights come during the products with these
+            after = tl.load(ids + pair + 1).to(tl.int64)
+            next_w, next_exponents = _some_lines(
+                weight, scales, after * OUTPUTS + line, known, at, there, WIDTH, words, groups
+            )
+        xa, xb, xc, xd, xe, xf, xg, xh, factors, _ = _input_pairs(
             x + pair * SIZE, x, at, there, False
         )
-        part = _line_parts(w, used, xa, xb, xc, xd, xe, xf, xg, xh, N, WIDTH // 2)
-        acc += part * (row_scale * share)
+        part = _line_parts(w, exponents, factors, xa, xb, xc, xd, xe, xf, xg, xh, N, WIDTH // 2)
+        acc += part * share
         if BIASED:
             of_line = tl.load(bias + expert * OUTPUTS + line, mask=known, other=0.0)
             biases += share * of_line.to(tl.float32)
+        if number + 1 < TOP:
+            expert, w, exponents = after, next_w, next_exponents
     place = hidden + row * OUTPUTS + line
     result = tl.load(place, mask=known, other=0.0).to(tl.float32) + tl.sum(acc, 1) + biases
     tl.store(place, result, mask=known)
@@ -187,9 +234,10 @@ def _pair_down(x, weight, scales, bias, ids, shares, hidden, SIZE: tl.constexpr,
 def _grouped(x, weight, scales, bias, shares, lists, counts, out, capacity, alpha, limit,
              SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, M: tl.constexpr,
              N: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
-             ACTIVATION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             ACTIVATION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Like `expert_groups._grouped`; gate and up are interleaved, so a tile has `N` of both
     together. `G` groups of inputs per iteration."""
+    start_early(EARLY)
     expert = tl.program_id(2)
     count = tl.load(counts + expert)
     begin = tl.program_id(1) * M
@@ -286,13 +334,13 @@ def add_pairs(
         SIZE=size, OUTPUTS=inner, TOP=top, EACH=each, N=_LINES,
         WIDTH=triton.next_power_of_2(size // 16), NORMED=norm is not None,
         BIASED=weights.gate_up_bias is not None, ACTIVATION=int(weights.activation), STAGES=3,
-        EARLY=early, num_warps=4, launch_pdl=early,
+        EARLY=early, num_warps=8 if rows == 1 else 4, launch_pdl=early,
     )  # fmt: skip
     _pair_down[(triton.cdiv(size, _LINES), rows)](
         narrow, weights.down.view(torch.int64), weights.down_scales,
         x if weights.down_bias is None else weights.down_bias, ids, shares, hidden,
         SIZE=inner, OUTPUTS=size, TOP=top, N=_LINES, WIDTH=triton.next_power_of_2(inner // 16),
-        BIASED=weights.down_bias is not None, STAGES=3, EARLY=early, num_warps=4,
+        BIASED=weights.down_bias is not None, EARLY=early, num_warps=4,
         launch_pdl=early,
     )  # fmt: skip
 
@@ -303,24 +351,25 @@ def add_grouped(
     """See `expert_groups.add_grouped`."""
     rows, size = normed.shape
     top, inner = routing.ids.shape[1], weights.inner
-    if rows * top >= MIN_ROWS * len(weights.down):
+    if rows * top >= MIN_ROWS * len(weights.down) or normed.element_size() == 4:
         add_prompt(normed, hidden, weights, routing)
         return
     narrow = normed.new_empty((rows * top, inner))
     wide = normed.new_empty((rows * top, size))
     tile = tile_rows(rows * top, len(weights.down))
+    across, stages, warps = _SHAPES[tile]
+    early = starts_early(normed, most=MAX_EARLY_EXPERT_ROWS)
     for x, packed, scales, bias, out, is_gated in (
         (normed, weights.gate_up, weights.gate_up_scales, weights.gate_up_bias, narrow, True),
         (narrow, weights.down, weights.down_scales, weights.down_bias, wide, False),
     ):
         lines = packed.shape[1]
-        across = 128 if tile > _NARROW_TILE else 64
         shared = row_programs(rows * top, len(packed), tile)
         _grouped[(triton.cdiv(lines, across), shared, len(packed))](
             x, packed.view(torch.int16), scales, x if bias is None else bias, routing.weights, routing.lists,
             routing.counts, out, routing.lists.shape[1], weights.alpha, weights.limit,
-            SIZE=x.shape[1], OUTPUTS=out.shape[1], TOP=top, M=tile, N=across, G=4, GATED=is_gated,
-            BIASED=bias is not None, ACTIVATION=int(weights.activation), STAGES=3,
-            num_warps=8 if tile >= 64 else 4,
+            SIZE=x.shape[1], OUTPUTS=out.shape[1], TOP=top, M=tile, N=across, G=_GROUPS, GATED=is_gated,
+            BIASED=bias is not None, ACTIVATION=int(weights.activation), STAGES=stages,
+            EARLY=early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
     combine_pairs(wide, hidden, top)

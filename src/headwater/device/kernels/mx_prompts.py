@@ -24,7 +24,7 @@ _MEMORY = 128 << 20
 """Bytes of dequantised weights at a time. A part of them is still in the cache when it is
 multiplied."""
 
-_GROUPS = 512
+_GROUPS = 256
 """Groups of 32 inputs that a program dequantises."""
 
 
@@ -39,10 +39,21 @@ def _unpack(weight, scales, out, first, last, GROUPS: tl.constexpr):
     scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
     number = tl.arange(0, 8)[None, :]
     w = tl.load(weight + source[:, None] * 8 + number, mask=known[:, None], other=0)
-    for part in tl.static_range(4):
-        values = e2m1_values((w.to(tl.int32) >> (4 * part)) & 15) * scale[:, None]
-        place = out + group.to(tl.int64)[:, None] * 32 + part * 8 + number
-        tl.store(place, values.to(out.dtype.element_ty), mask=known[:, None])
+    w = w.to(tl.int32)
+    kind: tl.constexpr = out.dtype.element_ty
+    evens = tl.join(_part(w, scale, 0, kind), _part(w, scale, 2, kind))
+    odds = tl.join(_part(w, scale, 1, kind), _part(w, scale, 3, kind))
+    # In the order of inputs, so that programs write whole lines of memory. Writing a quarter of
+    # each 64 bytes at a time takes twice as long.
+    values = tl.permute(tl.join(evens, odds), (0, 2, 3, 1))
+    place = out + group.to(tl.int64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(place, tl.reshape(values, (GROUPS, 32)), mask=known[:, None])
+
+
+@triton.jit
+def _part(w, scale, number: tl.constexpr, kind: tl.constexpr):
+    """Numbers of nibble `number` of each element."""
+    return (e2m1_values((w >> (4 * number)) & 15) * scale[:, None]).to(kind)
 
 
 def add_prompt(

@@ -8,14 +8,18 @@ experts, and no size is needed on the host.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.device.kernels.early import start_early, starts_early
+from headwater.device.kernels.early import (
+    MAX_EARLY_EXPERT_ROWS,
+    start_early,
+    starts_early,
+)
 
 _BLOCK = 1024
 
@@ -111,7 +115,22 @@ def _choose(logits, correction, ids, weights, scale, EXPERTS: tl.constexpr, WIDT
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
     values = tl.load(logits + row * EXPERTS + expert, mask=known, other=float("-inf"))
-    values = values.to(tl.float32)
+    choose_of_row(
+        values.to(tl.float32), row, correction, ids, weights, scale, EXPERTS, WIDTH, TOP,
+        TOP_WIDTH, SCORE, CORRECTED, RENORMALISED, GROUPS, GROUPS_WIDTH, TOP_GROUPS, BY_BEST,
+    )  # fmt: skip
+
+
+@triton.jit
+def choose_of_row(values, row, correction, ids, weights, scale, EXPERTS: tl.constexpr,
+                  WIDTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr,
+                  SCORE: tl.constexpr, CORRECTED: tl.constexpr, RENORMALISED: tl.constexpr,
+                  GROUPS: tl.constexpr, GROUPS_WIDTH: tl.constexpr, TOP_GROUPS: tl.constexpr,
+                  BY_BEST: tl.constexpr) -> None:  # fmt: skip
+    """Store ids and weights of the experts of one row from its logits."""
+    expert = tl.arange(0, WIDTH)
+    known = expert < EXPERTS
+    values = tl.where(known, values, float("-inf"))
     scores = values
     if SCORE == 0:
         powers = tl.exp(values - tl.max(values, 0))
@@ -150,7 +169,9 @@ def _choose(logits, correction, ids, weights, scale, EXPERTS: tl.constexpr, WIDT
 
 
 @triton.jit(do_not_specialize=["num_pairs", "capacity"])
-def _list_pairs(ids, lists, counts, num_pairs, capacity, BLOCK: tl.constexpr):
+def _list_pairs(ids, lists, counts, num_pairs, capacity, BLOCK: tl.constexpr,
+                EARLY: tl.constexpr):  # fmt: skip
+    start_early(EARLY)
     expert = tl.program_id(0)
     count = 0
     for first in range(0, num_pairs, BLOCK):
@@ -170,35 +191,43 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     weights = torch.empty((rows, rule.top), dtype=torch.float32, device=logits.device)
     early = starts_early(logits)
     _choose[(rows,)](
-        logits,
-        logits if rule.correction is None else rule.correction,
-        ids,
-        weights,
-        rule.scale,
-        EXPERTS=experts,
-        WIDTH=triton.next_power_of_2(experts),
-        TOP=rule.top,
-        TOP_WIDTH=triton.next_power_of_2(rule.top),
-        SCORE=int(rule.score),
-        CORRECTED=rule.correction is not None,
-        RENORMALISED=rule.renormalise,
-        GROUPS=rule.num_groups,
-        GROUPS_WIDTH=triton.next_power_of_2(rule.num_groups),
-        BY_BEST=rule.group_score is GroupScore.BEST,
-        TOP_GROUPS=rule.top_groups,
-        EARLY=early,
-        num_warps=1,
-        launch_pdl=early,
-    )
+        logits, logits if rule.correction is None else rule.correction, ids, weights,
+        **rule_arguments(rule, experts), EARLY=early, num_warps=1, launch_pdl=early,
+    )  # fmt: skip
     return ids, weights
+
+
+def rule_arguments(rule: RoutingRule, experts: int) -> dict[str, Any]:
+    """The arguments of `choose_of_row` that depend on the model."""
+    return {
+        "scale": rule.scale,
+        "EXPERTS": experts,
+        "WIDTH": triton.next_power_of_2(experts),
+        "TOP": rule.top,
+        "TOP_WIDTH": triton.next_power_of_2(rule.top),
+        "SCORE": int(rule.score),
+        "CORRECTED": rule.correction is not None,
+        "RENORMALISED": rule.renormalise,
+        "GROUPS": rule.num_groups,
+        "GROUPS_WIDTH": triton.next_power_of_2(rule.num_groups),
+        "TOP_GROUPS": rule.top_groups,
+        "BY_BEST": rule.group_score is GroupScore.BEST,
+    }
 
 
 def route(logits: Tensor, rule: RoutingRule) -> Routing:
     """The experts of each row, and the pairs of each expert."""
-    ids, weights = choose_experts(logits, rule)
-    rows, experts = logits.shape
-    lists = torch.empty((experts, rows), dtype=torch.int32, device=logits.device)
-    counts = torch.empty(experts, dtype=torch.int32, device=logits.device)
+    return list_pairs(*choose_experts(logits, rule), logits.shape[1])
+
+
+def list_pairs(ids: Tensor, weights: Tensor, experts: int) -> Routing:
+    """The pairs of each expert, from ids and weights of the experts of each row."""
+    rows = len(ids)
+    lists = torch.empty((experts, rows), dtype=torch.int32, device=ids.device)
+    counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
     block = min(_BLOCK, max(16, triton.next_power_of_2(ids.numel())))
-    _list_pairs[(experts,)](ids, lists, counts, ids.numel(), rows, BLOCK=block)
+    early = starts_early(ids, most=MAX_EARLY_EXPERT_ROWS)
+    _list_pairs[(experts,)](
+        ids, lists, counts, ids.numel(), rows, BLOCK=block, EARLY=early, launch_pdl=early
+    )
     return Routing(ids, weights, lists, counts)

@@ -44,22 +44,29 @@ def embed(
 
 
 @triton.jit
-def _norm(x, weight, out, epsilon, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
+def _norm(x, added, weight, out, epsilon, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+          ADDED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
     values = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        values += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(x.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    if ADDED:
+        tl.debug_barrier()  # several threads read an element of a short row, and one writes it
+        tl.store(x + row * stride + at, values, mask=inside)
     weights = tl.load(weight + at, mask=inside).to(tl.float32)
     tl.store(out + row * stride + at, values * scale * weights, mask=inside)
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm of each row of `x`, `[rows, size]`."""
+def norm(x: Tensor, weight: Tensor, epsilon: float, added: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm of each row of `x`, `[rows, size]`. First `added` is added to each
+    row, in place."""
     out = torch.empty_like(x)
-    _launch_norm(x, weight, epsilon, out)
+    _launch_norm(x, weight, epsilon, out, added)
     return out
 
 
@@ -68,13 +75,16 @@ def norm_columns(x: Tensor, weight: Tensor, epsilon: float) -> None:
     _launch_norm(x, weight, epsilon, x)
 
 
-def _launch_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+def _launch_norm(
+    x: Tensor, weight: Tensor, epsilon: float, out: Tensor, added: Tensor | None = None
+) -> None:
     size = x.shape[1]
     block = triton.next_power_of_2(size)
     warps = 4 if block <= 2048 else 8
     early = starts_early(x)
     _norm[(len(x),)](
-        x, weight, out, epsilon, x.stride(0), SIZE=size, BLOCK=block, EARLY=early,
+        x, x if added is None else added, weight, out, epsilon, x.stride(0), SIZE=size,
+        BLOCK=block, ADDED=added is not None, EARLY=early,
         num_warps=warps, launch_pdl=early,
     )  # fmt: skip
 
