@@ -14,6 +14,10 @@ require_kernels()
 
 from headwater.bench import _gpu_engine, _gpu_kernels, _gpu_moe, _gpu_quant  # noqa: E402 - Triton below
 from headwater.bench._gpu_shapes import SHAPES  # noqa: E402
+from headwater.device.gpu import moe  # noqa: E402
+from headwater.device.gpu.mlp import RmsNorm  # noqa: E402
+from headwater.device.kernels.experts import ExpertWeights  # noqa: E402
+from headwater.device.kernels.routing import RoutingRule  # noqa: E402
 
 __all__ = ["pytestmark"]
 
@@ -128,3 +132,29 @@ def test_experts_are_quantised_layer_by_layer(
     assert kept == [2, 1]
     for layer in layers:
         assert not layer.mlp.experts.weights.gate_up_scales.requires_grad
+
+
+@pytest.mark.parametrize("experts", [4, 40])
+@pytest.mark.parametrize("rows", [1, 2, 6])
+def test_experts_are_counted_in_every_path(rows: int, experts: int) -> None:
+    """One row, few and several, with a router inside a kernel and with a GEMM."""
+    block = moe.MoeBlock(
+        router=torch.randn(experts, 64, device=DEVICE).to(HALF),
+        router_bias=None,
+        rule=RoutingRule(top=2),
+        experts=ExpertWeights(
+            gate_up=torch.randn(experts, 128, 64, device=DEVICE).to(HALF),
+            down=torch.randn(experts, 64, 64, device=DEVICE).to(HALF),
+        ),
+        shared=None,
+        shared_gate=None,
+        shared_scale=1.0,
+    )
+    hidden = torch.randn(rows, 64, device=DEVICE).to(HALF)
+    norm = RmsNorm(torch.ones(64, device=DEVICE).to(HALF), 1e-5)
+
+    with _gpu_moe._recorded(rows) as counts:
+        moe.add_moe(block, hidden, norm, None, is_eager=True)
+
+    assert len(counts) == 1
+    assert 2 <= int(counts[0]) <= 2 * rows

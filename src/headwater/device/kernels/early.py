@@ -30,23 +30,27 @@ the kernel before still occupies a part of the processors."""
 
 
 def starts_early(
-    rows: Tensor, size: int | None = None, *, most: int = MAX_EARLY_ROWS, is_short: bool = False
+    rows: Tensor,
+    size: int | None = None,
+    *,
+    most: int | None = None,
+    is_short: bool = False,
 ) -> bool:
     """Whether a kernel over `rows` starts early: the value of `EARLY` and `launch_pdl` in its
     launch. `size` is the number of elements of a row; the default is the last dimension of
-    `rows`. `most` is the maximum number of rows. `is_short` means that a single row takes little
-    time, however large it is."""
+    `rows`. `most` is the maximum number of rows; the default is `MAX_EARLY_ROWS`. `is_short` means
+    that a single row takes little time, however large it is."""
     row_size = rows.shape[-1] if size is None else size
     is_wide = len(rows) == 1 and row_size > _MAX_ROW_SIZE
     return lets_next_start(rows, most=most) and (is_short or not is_wide)
 
 
-def lets_next_start(rows: Tensor, *, most: int = MAX_EARLY_ROWS) -> bool:
+def lets_next_start(rows: Tensor, *, most: int | None = None) -> bool:
     """Whether the kernel after one over `rows` may start early: the value of `NEXT` in its
-    launch. `most` is the maximum number of rows."""
+    launch. `most` is the maximum number of rows; the default is `MAX_EARLY_ROWS`."""
     return (
         rows.is_cuda
-        and len(rows) <= most
+        and len(rows) <= (MAX_EARLY_ROWS if most is None else most)
         and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     )
 
