@@ -1,6 +1,7 @@
 """Division of a step's attention: every key of every row once, within the size of the list."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,13 +10,13 @@ from headwater.device.gpu.work import PIECE_STEP, num_entries, split_contexts, t
 contexts_of = st.lists(st.integers(1, 40_000), min_size=1, max_size=70)
 
 
-@given(contexts_of, st.integers(0, 20))
-def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
+@given(contexts_of, st.integers(0, 20), st.sampled_from([1, 8]))
+def test_pieces_cover_each_row_once(contexts: list[int], absent: int, kv_heads: int) -> None:
     """Pieces are in order, without gap or overlap; unused rows have none."""
     size = len(contexts) + absent
-    found = split_contexts(np.array(contexts), size, 8)
+    found = split_contexts(np.array(contexts), size, kv_heads)
 
-    assert len(found.work_row) == len(found.work_start) == num_entries(size, 8)
+    assert len(found.work_row) == len(found.work_start) == num_entries(size, kv_heads)
     assert found.piece % PIECE_STEP == 0
     for row, context in enumerate(contexts):
         mine = slice(found.row_work[row], found.row_work[row + 1])
@@ -32,6 +33,34 @@ def test_equal_rows_are_cut_into_few_pieces() -> None:
     assert split_contexts(np.full(32, 1024), 32, 8).piece == 512
     assert split_contexts(np.full(256, 1024), 256, 8).piece >= 1024
     assert split_contexts(np.full(32, 1024), 32, 1).piece == 128
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "piece", "used"),
+    [
+        (1, 1024, 64, 16),
+        (1, 32768, 128, 256),
+        (32, 1040, 192, 192),
+        (48, 8192, 1664, 240),  # as small as the list allows, they would be 288
+        (96, 8192, 1664, 480),
+        (128, 1024, 512, 256),
+        (600, 1024, 1024, 600),
+    ],
+)
+def test_pieces_of_one_head_fill_waves(rows: int, context: int, piece: int, used: int) -> None:
+    """An H200 computes 264 programs at a time: neither a few more pieces than that, nor many
+    small ones."""
+    found = split_contexts(np.full(rows, context), rows, 1)
+
+    assert (found.piece, int(found.row_work[-1])) == (piece, used)
+
+
+def test_a_step_without_decodes_has_no_pieces() -> None:
+    """The list exists also if only chunks are computed."""
+    found = split_contexts(np.zeros(0, dtype=np.int64), 1, 1)
+
+    assert found.piece == PIECE_STEP
+    assert (found.work_row == -1).all()
 
 
 @given(

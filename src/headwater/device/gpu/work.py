@@ -26,6 +26,17 @@ _SPARE_OF_ONE = 256
 with one KV head. All rows together have no more pieces than the list has entries.
 """
 
+_FEW_ROWS = 64
+"""With one KV head and more rows than this, the list has twice as many spare entries, because
+equal rows often fill two waves better than one."""
+
+_WAVE = 264
+"""Programs of a model with one KV head that an H200 computes at the same time, two on each
+processor. When they are done, the next wave begins, also if it has only a few programs."""
+
+_PIECE_COST = 192
+"""How many tokens a program could attend in the time that it needs in addition to its keys: to
+start, and to leave its result. An estimate."""
 
 _PROGRAMS = 512
 _PAIR_PROGRAMS = 128
@@ -58,17 +69,19 @@ def num_entries(num_rows: int, kv_heads: int) -> int:
     """Entries of a list for this many rows. A captured graph has a program for each entry and
     KV head. With one KV head there are more entries, because otherwise processors would be
     idle."""
-    return num_rows + (_SPARE_OF_ONE if kv_heads == 1 else _SPARE)
+    if kv_heads > 1:
+        return num_rows + _SPARE
+    return num_rows + _SPARE_OF_ONE * (1 if num_rows <= _FEW_ROWS else 2)
 
 
 def split_contexts(contexts: Ints, num_rows: int, kv_heads: int) -> Pieces:
-    """Cut contexts into pieces of one size, as small as the list for `num_rows` allows."""
+    """Cut contexts into pieces of one size, within the list for `num_rows`: as small as it
+    allows, or with one KV head so that they fill waves of programs."""
     room = num_entries(num_rows, kv_heads)
-    total = int(contexts.sum())
-    # A row has at most one piece more than its share, so this always fits.
-    piece = max(-(-total // max(room - len(contexts), 1)), 1)
-    least = PIECE_STEP if kv_heads == 1 else _MIN_PIECE
-    piece = max(-(-piece // PIECE_STEP) * PIECE_STEP, least)
+    if kv_heads == 1:
+        piece = _piece_in_waves(contexts, room)
+    else:
+        piece = max(_large_enough(contexts, room), _MIN_PIECE)
     counts = -(-contexts // piece)
     ends = np.cumsum(counts)
     used = int(ends[-1]) if len(ends) else 0
@@ -83,6 +96,46 @@ def split_contexts(contexts: Ints, num_rows: int, kv_heads: int) -> Pieces:
     row_work[0] = 0
     row_work[1 : len(contexts) + 1] = ends
     return Pieces(piece, work_row, work_start, row_work)
+
+
+def _large_enough(contexts: Ints, most: int) -> int:
+    """A piece size that gives at most `most` pieces: a row has at most one piece more than its
+    share."""
+    share = -(-int(contexts.sum()) // max(most - len(contexts), 1))
+    return max(-(-share // PIECE_STEP), 1) * PIECE_STEP
+
+
+def _piece_in_waves(contexts: Ints, room: int) -> int:
+    """The piece size whose pieces, at most `room`, take the fewest waves times tokens."""
+    best, least = 0, 0
+    total = int(contexts.sum())
+    for waves in range(1, -(-room // _WAVE) + 1):
+        most = min(waves * _WAVE, room)
+        # Even pieces without any remainder would take longer than the best so far.
+        if best and waves * (total / most + _PIECE_COST) >= least:
+            continue
+        if most >= len(contexts):
+            piece = _smallest_piece(contexts, most)
+            cost = waves * (piece + _PIECE_COST)
+            if not best or cost < least:
+                best, least = piece, cost
+    return best
+
+
+def _smallest_piece(contexts: Ints, most: int) -> int:
+    """The smallest piece size that gives at most `most` pieces, which is not less than the
+    number of rows."""
+    steps = -(-contexts // PIECE_STEP)
+    longest = int(steps.max()) if len(steps) else 1
+    high = min(_large_enough(contexts, most) // PIECE_STEP, longest)
+    low = min(max(int(steps.sum()) // most, 1), high)
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-steps // middle)).sum()) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return high * PIECE_STEP
 
 
 class Tiles(NamedTuple):
