@@ -14,7 +14,7 @@ from tests.device.gpu import DEVICE, HALF, IS_INTERPRETED, pytestmark, require_k
 require_kernels()
 
 from headwater.device.gpu.work import num_entries, split_contexts, tiles  # noqa: E402 - Triton below
-from headwater.device.kernels import rows  # noqa: E402
+from headwater.device.kernels import decode_tma, rows  # noqa: E402
 from headwater.device.kernels.activation import GateActivation  # noqa: E402
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
 from headwater.device.kernels.gated import gate_up  # noqa: E402
@@ -168,13 +168,16 @@ def test_decodes(
 
 
 @pytest.mark.parametrize("num_rows", [5, 80])
-@pytest.mark.parametrize("shape", [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128)])
+@pytest.mark.parametrize(
+    "shape",
+    [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128), (32, 2, 128, 64), (24, 2, 64, 64)],
+)
 @pytest.mark.parametrize("variant_name", ["plain", "window"])
 def test_decodes_of_whole_tiles(
     shape: tuple[int, int, int, int], variant_name: str, num_rows: int
 ) -> None:
-    """Results are right with heads alone and together, with few rows and many, and in every
-    layer with the same counters. NaN after a row's context, left by an earlier owner of the
+    """Results are right with heads alone, together, and with 12 or 16 queries for each, with
+    few rows and many, and in every layer with the same counters. NaN after a row's context, left by an earlier owner of the
     block, changes nothing."""
     pool = Pool(shape, HALF)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
@@ -206,6 +209,18 @@ def test_decodes_of_whole_tiles(
             exact = pool.exact(packed[row : row + 1], tables[row], context, variant)
             assert error(out[row : row + 1], exact) < 1e-2, f"row {row} of {context}"
         assert not work.arrived.any()
+
+
+@pytest.mark.parametrize(("heads", "fits"), [(16, True), (18, False), (32, False)])
+def test_products_with_more_than_8_queries_are_left_to_the_other_kernel(
+    monkeypatch: pytest.MonkeyPatch, heads: int, fits: bool
+) -> None:
+    """Triton compiles them with other instructions, whose results were wrong on an H200."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    pool = Pool((heads, 2, 128, 64), HALF)
+    out = torch.empty((5, heads, 128), dtype=HALF, device=DEVICE)
+
+    assert decode_tma.fits(pool.data, Variant(0.1), out) is fits
 
 
 def chunk_work(

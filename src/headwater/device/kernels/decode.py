@@ -212,7 +212,7 @@ def attend_decodes(
         latent.attend_decodes(query, pool, layer, work, variant, out)
         _join_pieces(work, out, out)
         return
-    if decode_tma.fits(pool, variant, len(out)):
+    if decode_tma.fits(pool, variant, out):
         decode_tma.attend_decodes(query, pool, layer, work, variant, out)
         return
     if pool.element_size() == 1:

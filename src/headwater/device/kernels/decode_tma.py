@@ -25,7 +25,8 @@ _KEYS = 64
 """Keys of a tile."""
 
 _QUERIES = 8
-"""Minimum number of queries of a product."""
+"""Queries of a product. For more, Triton takes `wgmma` with weights from shared memory; kernels
+with such products gave wrong results on an H200 (Triton 3.6)."""
 
 _MAX_WIDTH = 256
 """Largest total key size of the heads that are computed together."""
@@ -33,8 +34,10 @@ _MAX_WIDTH = 256
 _FEW_ROWS = 64
 """Up to this many rows, heads are computed together."""
 
-_STAGES = 2
-"""Tiles in flight. With three, fewer programs fit on a processor, and short contexts are slower."""
+_FEW_STAGES, _STAGES = 2, 3
+"""Tiles in flight, for up to `_FEW_ROWS` rows and for more. With three, fewer programs fit on a
+processor: on an H200 that is slower for 32 rows of 1,024 tokens or for one long row, as fast for 128
+rows of 1,024 tokens, and 9 % faster for 96 rows of 8,192 tokens."""
 
 _MIN_WIDE_ROWS = 8
 """Minimum number of rows for heads of 256 elements. With fewer, the kernel in `decode` is
@@ -225,7 +228,8 @@ def attend_decodes(
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
     heads = out.shape[1]
     group = heads // kv_heads
-    together = _together(group, kv_heads, dim) if len(out) <= _FEW_ROWS else 1
+    has_few_rows = len(out) <= _FEW_ROWS
+    together = _together(group, kv_heads, dim) if has_few_rows else 1
     tiles = TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), [_KEYS, dim * together])
     early = starts_early(query, is_short=True)
     _attend[(kv_heads // together, len(work.work_row))](
@@ -248,23 +252,25 @@ def attend_decodes(
         TOGETHER=together,
         BLOCK_TOKENS=block_tokens,
         KEYS=_KEYS,
-        QUERIES=max(_QUERIES, triton.next_power_of_2(group * together)),
+        QUERIES=_QUERIES,
         WINDOWED=variant.window is not None,
-        STAGES=_STAGES,
+        STAGES=_FEW_STAGES if has_few_rows else _STAGES,
         EARLY=early,
         num_warps=4,
         launch_pdl=early,
     )
 
 
-def fits(pool: Tensor, variant: Variant, num_rows: int) -> bool:
-    """Whether TMA can load the tiles of a pool, attention is plain or windowed, and this kernel
-    is faster for this many rows."""
-    block_tokens, _, dim = pool.shape[3:]
+def fits(pool: Tensor, variant: Variant, out: Tensor) -> bool:
+    """Whether TMA can load the tiles of a pool, attention is plain or windowed, few heads share
+    a KV head, and this kernel is faster for this many rows."""
+    block_tokens, kv_heads, dim = pool.shape[3:]
+    num_rows, heads = out.shape[:2]
     return (
         variant.softcap is None
         and variant.sinks is None
         and pool.element_size() == 2
+        and heads <= _QUERIES * kv_heads
         and block_tokens % _KEYS == 0
         and (dim in (64, 128) or (dim == 256 and num_rows >= _MIN_WIDE_ROWS))
         and torch.cuda.get_device_capability(pool.device) >= (9, 0)
