@@ -17,8 +17,12 @@ from tests.device.pool_shape import PoolShape
 
 require_kernels()
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from headwater.device.gpu.fp8_latents import differences, latent_fault  # noqa: E402 - as below
 from headwater.device.gpu.work import split_contexts, tiles  # noqa: E402 - Triton below
+from headwater.device.kernels import latent_fp8  # noqa: E402
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
 from headwater.device.kernels.latent_store import rotate_queries, store_latents  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
@@ -29,10 +33,32 @@ from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 __all__ = ["pytestmark"]
 
 NAN, LAYER, SCALING, PLAIN = float("nan"), 1, 0.1, 12
-SHAPES = [(4, 32, 8, 4), (20, 64, 16, 16), (16, 512, 64, 64), (128, 512, 64, 16)]
+SHAPES = [
+    (4, 32, 8, 4),
+    (20, 64, 16, 16),
+    (16, 512, 64, 64),
+    (128, 512, 64, 16),
+    (40, 64, 32, 32),
+]
 """Heads, latent size, rotated size, block tokens."""
 
 ALLOWED = {torch.float32: 1e-5, HALF: 1e-2}
+
+
+@triton.jit
+def plain_halves(pairs):
+    """`e4m3_halves` without PTX, which the interpreter does not have."""
+    low = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    high = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return low.to(tl.float16), high.to(tl.float16)
+
+
+@pytest.fixture(autouse=True)
+def interpreted_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, the kernel over pairs runs too."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr(latent_fp8, "e4m3_halves", plain_halves)
+        monkeypatch.setattr(latent_fp8, "_converts", lambda device: True)
 
 
 def fp8_pool(num_blocks: int, block_tokens: int, size: int, dtype: torch.dtype) -> Fp8KVPool:
@@ -81,6 +107,13 @@ class Rows:
             self.pool[self.slots, LAYER] = pool.rounded(self.pool[self.slots, LAYER])
             self.stored = pool.data
 
+    def queries(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """Random queries, smaller where latents differ in size: the rounding of scores of
+        thousands would already be an error above what is allowed."""
+        size = 0.02 if self.stored is not self.pool else 1.0
+        shape = (num_tokens, self.heads, self.size)
+        return (size * torch.randn(shape, device=DEVICE)).to(dtype)
+
     def keys(self, row: int) -> Tensor:
         mine = self.slots[self.starts[row] : self.starts[row + 1]]
         return self.pool[mine, LAYER, 0, :, 0].reshape(-1, self.size)[: self.contexts[row]]
@@ -124,13 +157,27 @@ def test_decodes_in_one_piece_and_in_many(
         partial=torch.full((entries, rows.heads, rows.size), NAN, device=DEVICE),
         partial_lse=torch.full((entries, rows.heads), NAN, device=DEVICE),
     )
-    query = torch.randn(num_rows, rows.heads, rows.size, dtype=dtype, device=DEVICE)
+    query = rows.queries(num_rows, dtype)
     out = torch.full((num_rows, rows.heads, rows.latent), NAN, dtype=dtype, device=DEVICE)
 
     attend_decodes(query.view(num_rows, -1), rows.stored, LAYER, work, Variant(SCALING), out)
 
     for row in range(len(rows.contexts)):
         assert error(out[row], rows.exact(row, query[row : row + 1])[0]) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize(("shape", "fits"), zip(SHAPES, (0, 0, 1, 0, 1), strict=True))
+def test_pairs_are_read_where_blocks_and_sizes_allow_it(
+    shape: tuple[int, int, int, int], fits: int
+) -> None:
+    """16-bit queries over 8-bit latents, with tiles that are not longer than a block."""
+    heads, latent, rotated, block_tokens = shape
+    pool = fp8_pool(2, block_tokens, latent + rotated, HALF).data
+    query = torch.empty((1, heads * (latent + rotated)), dtype=HALF, device=DEVICE)
+
+    assert latent_fp8.fits(query, pool, latent) is bool(fits)
+    assert not latent_fp8.fits(query.float(), pool, latent)
+    assert not latent_fp8.fits(query, pool.to(HALF), latent)
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -163,7 +210,7 @@ def test_chunks_whole_and_in_parts(
         partial_lse=torch.full((entries, rows.heads), NAN, device=DEVICE),
     )
     num_tokens = int(counts.sum())
-    query = torch.randn(num_tokens, rows.heads, rows.size, dtype=dtype, device=DEVICE)
+    query = rows.queries(num_tokens, dtype)
     out = torch.full((num_tokens, rows.heads, rows.latent), NAN, dtype=dtype, device=DEVICE)
 
     attend_chunks(query.view(num_tokens, -1), rows.stored, LAYER, work, Variant(SCALING), out)

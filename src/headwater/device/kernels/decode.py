@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-from headwater.device.kernels import decode_fp8, decode_tma, latent
+from headwater.device.kernels import decode_fp8, decode_tma, latent, latent_fp8
 from headwater.device.kernels.early import start_early, starts_early
 from headwater.device.kernels.pieces import DecodeWork
 
@@ -209,7 +209,10 @@ def attend_decodes(
     not be read.
     """
     if pool.shape[2] == 1:
-        latent.attend_decodes(query, pool, layer, work, variant, out)
+        kernel = latent.attend_decodes
+        if latent_fp8.fits(query, pool, out.shape[-1]):
+            kernel = latent_fp8.attend_pieces
+        kernel(query, pool, layer, work, variant, out)
         _join_pieces(work, out, out)
         return
     if decode_tma.fits(pool, variant, out):

@@ -35,7 +35,7 @@ _FEW_ROWS, _FEW_SHAPE, _SHAPE = 64, (1, 4), (2, 3)
 """Tiles of an iteration, and iterations that are read ahead: the first pair for up to
 `_FEW_ROWS` rows, the second for more."""
 
-_MIN_EXPONENT = 67
+MIN_EXPONENT = 67
 """Scales of values are limited to at least 2 ** (this - 127); otherwise the sum of weights
 would overflow."""
 
@@ -342,7 +342,7 @@ def attend_pieces(
         CAPPED=variant.softcap is not None,
         SINKS=variant.sinks is not None,
         TMA=uses_tma,
-        LEAST=_MIN_EXPONENT,
+        LEAST=MIN_EXPONENT,
         TILES=tiles_at_once,
         STAGES=stages,
         EARLY=early,
