@@ -18,6 +18,7 @@ from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.traits import Relation, Traits, features_of
 from headwater.cache.shadow_comparison import ShadowComparison
 from headwater.types import RequestId, Tier, WritePolicy
+from tests.cache.make import make_cache, make_path, serve
 from tests.search import search
 
 BLOCK = 2
@@ -321,3 +322,40 @@ def test_a_node_that_is_expected_for_longer_is_not_set_aside_for_ever():
         policy.add(node, 0.0)
         list(policy.victims())
     assert len(policy._ends) < 1100
+
+
+def test_blocks_that_a_waiting_request_will_use_are_evicted_last_for_a_while():
+    """Whatever its class says: a waiting request is certain to use the node. If the request does
+    not come, the node has the place of its class again."""
+    retention = Retention(BLOCK)
+    policy = SessionPolicy(retention, Tier.DEVICE)
+    wanted, other = Node(None, b"", 0, 1), Node(None, b"", 0, 2)
+    wanted.mark = RetentionMark(0.0, retention.closed)
+    for node in (wanted, other):
+        node.device = np.zeros(1, dtype=np.int64)
+        policy.add(node, 0.0)
+    assert list(policy.victims()) == [wanted, other]
+
+    retention.now = wanted.wanted_s = 10.0
+    policy.discard(wanted)
+    policy.add(wanted, 10.0)
+    assert list(policy.victims()) == [other, wanted]
+    retention.now = 114.0
+    assert list(policy.victims()) == [other, wanted]
+    retention.now = 116.0
+    assert list(policy.victims()) == [wanted, other]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "session"])
+def test_only_the_blocks_that_a_waiting_request_will_find_are_kept(eviction):
+    """The rest of a longer path is evicted before blocks that were used later."""
+    cache = make_cache(8, eviction=eviction)
+    serve(cache, make_path(1, 2, 3, 4))
+    serve(cache, make_path(5, 6, 7, 8))
+
+    cache.refresh(cache.match(make_path(1, 2, 9)), now=1.0)
+    cache.trim(3)
+    cache.check()
+
+    assert cache.match(make_path(1, 2, 3, 4)).num_blocks == 2
+    assert cache.match(make_path(5, 6, 7, 8)).num_blocks == 1

@@ -67,6 +67,7 @@ class Node:
         "tokens",
         "uid",
         "used",
+        "wanted_s",
     )
 
     def __init__(self, parent: "Node | None", first: bytes, start: int, uid: int) -> None:
@@ -92,10 +93,8 @@ class Node:
         events that were not published yet refer to it; it is replaced to drop keys."""
         self.device = self.host = EMPTY
         self.num_stored = 0
-        self.device_children = 0
-        """Children with blocks on the device."""
-        self.host_children = 0
-        """Children with blocks on the host."""
+        self.device_children = self.host_children = 0
+        """Children with blocks on the device, and on the host."""
         self.pins = 0
         """Leases and jobs whose path includes this node. A pin on a node is also on all of its
         ancestors."""
@@ -116,6 +115,8 @@ class Node:
         self.expected_until_s = 0.0
         """Time until which the client's hint expects the next request of a session; 0 without a
         hint, negative if the session is closed."""
+        self.wanted_s = 0.0
+        """When a waiting request was last found to need this node."""
         self.gone = False
         """Whether the node has left the tree, which is final. It keeps slots only while it is
         pinned."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headwater.cache.node import Node
+from headwater.cache.plan import Match
 from headwater.cache.policy import MarkedRun
 from headwater.cache.pool import SlotState, TierPool
 from headwater.cache.tree import PrefixTree
@@ -83,15 +84,29 @@ class Pins:
                     host.mark_duplicate(at)
             at = at.parent
 
-    def refresh(self, node: Node, *, now: float) -> None:
-        """Make the path that ends with `node` the most recently used of the device."""
+    def matched_nodes(self, match: Match, now: float) -> list[Node]:
+        """The nodes of `match`, of which only the blocks that match are used.
+
+        The last node is split where the match ends. Otherwise the rest of that node would count
+        as used too, and a full tier would keep it instead of other blocks.
+        """
+        nodes = list(match.nodes)
+        if nodes and match.num_blocks < nodes[-1].end and match.num_blocks > nodes[-1].start:
+            at = match.num_blocks - nodes[-1].start
+            nodes[-1] = self.split(nodes[-1], at, now)
+        return nodes
+
+    def want(self, match: Match, *, now: float) -> Node:
+        """Make the path of `match`, which a waiting request will use, the most recently used of
+        the device. Returns its last node."""
         order = self._device.order
-        at: Node | None = node
-        while at is not None:
-            if not at.pins and len(at.device):
-                order.discard(at)
-                order.add(at, now)
-            at = at.parent
+        nodes = self.matched_nodes(match, now)
+        for node in reversed(nodes):
+            node.wanted_s = now
+            if not node.pins and len(node.device):
+                order.discard(node)
+                order.add(node, now)
+        return nodes[-1]
 
     def unpin(self, node: Node, *, now: float, cold: bool = False) -> None:
         """Unpin a path that a job kept but no request used.

@@ -118,11 +118,11 @@ class TieredCache(CacheParts):
         return self._evictor.take_device(count, _HELD)
 
     def refresh(self, match: Match, *, now: float) -> None:
-        """Make the path of `match`, which a waiting request will use, the most recently used in
-        every tier."""
+        """Make the path of `match`, which a waiting request will use, the most recently used."""
         if match.nodes:
-            self._pins.refresh(match.nodes[-1], now=now)
-            self._residency.touch_host(match.nodes[-1], now=now)
+            node = self._pins.want(match, now=now)
+            self._residency.touch_host(node, now=now)
+            self._evictor.bound_stored()  # a split may have added a node
 
     def free(self, slots: Slots) -> None:
         """Give back held slots."""

@@ -57,7 +57,7 @@ class TransferPlanner:
         """Plan to copy the next part of `match` one tier up; None when nothing can be copied."""
         if match.loading is not None:
             return None
-        nodes = self._matched_nodes(match, now)
+        nodes = self._pins.matched_nodes(match, now)
         start = match.device_blocks
         if match.host_blocks:
             segments = _segments(nodes, start, min(match.host_blocks, limit))
@@ -189,18 +189,6 @@ class TransferPlanner:
     def start(self, plan: Lookup | Removal) -> None:
         """Put a job that holds no slots into the table."""
         self._jobs.start(JobRecord(plan))
-
-    def _matched_nodes(self, match: Match, now: float) -> list[Node]:
-        """The nodes of `match`, of which only the blocks that match are used.
-
-        The last node is split where the match ends. Otherwise a load would also make the rest of
-        that node the most recently used, and a full host would keep it instead of other blocks.
-        """
-        nodes = list(match.nodes)
-        if nodes and match.num_blocks < nodes[-1].end and match.num_blocks > nodes[-1].start:
-            at = match.num_blocks - nodes[-1].start
-            nodes[-1] = self._pins.split(nodes[-1], at, now)
-        return nodes
 
     def _load_from_host(
         self, segments: list[Segment], owner: JobOwner | None

@@ -200,7 +200,7 @@ class PrefixTree(NodeKeys):
         node.parent = head
         head.children[node.first] = node
         head.pins, head.hits, head.used = node.pins, node.hits, node.used
-        head.num_earlier_uses = node.num_earlier_uses
+        head.num_earlier_uses, head.wanted_s = node.num_earlier_uses, node.wanted_s
         head.mark, head.expected_until_s = node.mark, node.expected_until_s
         self.num_nodes += 1
         self.version += 1

@@ -44,6 +44,10 @@ Before that, some classes have no sample, and densities learned from other class
 wrongly: blocks of ended sessions stayed and blocks of new sessions were evicted."""
 
 
+_CERTAIN = 1e6
+"""A density that no learned class reaches: hits per block-second."""
+
+
 class Visit(NamedTuple):
     """One request that ended, in pieces, for observers."""
 
@@ -86,6 +90,8 @@ class Retention:
         self.closed = self.hazards.add_fixed(-1.0)
         """The class of runs that will not be used again, according to their client. Its density
         is below all others."""
+        self.wanted = self.hazards.add_fixed(_CERTAIN)
+        """The class of runs that a waiting request will use. Its density is above all others."""
         self.version = 0
         self.now = 0.0
         self.watch: Callable[[Visit], None] | None = None

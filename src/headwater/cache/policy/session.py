@@ -6,7 +6,7 @@ bin. When densities change, no node is touched. A node that leaves a queue early
 a stale entry.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
@@ -22,6 +22,11 @@ from headwater.errors import InvariantError
 from headwater.types import Tier
 
 _MIN_SWEEP = 1024
+
+_WANTED_BINS = bisect_left(EDGES, 105)
+"""A node that a waiting request will use ranks by its own class again after this many bins, in
+case the request was aborted. The cache is told once, when the request comes near the head of the
+queue; with 60 s, many of the requests had not started yet."""
 
 
 class _Entry:
@@ -243,6 +248,8 @@ class SessionPolicy:
         if mark is None:
             mark = node.mark = RetentionMark(now, self._retention.unknown)
         used_s, run_class, _ = mark
+        if node.wanted_s > used_s and now - node.wanted_s < EDGES[_WANTED_BINS]:
+            used_s, run_class = node.wanted_s, self._retention.wanted
         age_bin = 0 if used_s >= now else min(bisect_right(EDGES, now - used_s) - 1, NUM_BINS)
         entry = order[node] = _Entry(node, used_s, run_class * ROW + age_bin)
         self._timers[age_bin].append(entry)
@@ -268,6 +275,7 @@ class SessionPolicy:
             return
         self._aged_s = now
         moved, queues = 0, self._queues
+        not_wanted = self._retention.wanted * ROW + _WANTED_BINS
         for age_bin, (timers, next_timers) in enumerate(pairwise(self._timers)):
             until = now - EDGES[age_bin + 1]
             while timers and timers[0].used_s <= until:
@@ -278,6 +286,9 @@ class SessionPolicy:
                 if order.get(node) is not entry:
                     continue
                 entry.place += 1
+                if entry.place == not_wanted:
+                    self._enqueue(self._enter(node, now))
+                    continue
                 next_timers.append(entry)
                 moved += 1
                 queue = queues.get(entry.place)
