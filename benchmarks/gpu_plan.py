@@ -65,6 +65,7 @@ PARTS = (
         "fp8_blocks",
         "fp8_experts",
         "mx_experts",
+        "expert_choice",
         workers=4,
     ),
     _tests("families", 80, "families", workers=8),
