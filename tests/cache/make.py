@@ -75,7 +75,7 @@ def make_on_host(blocks=(1, 2), **settings):
 
 
 def note_hashing(monkeypatch):
-    """From now on, the number of blocks of each hashing call."""
+    """Return a list that gets the number of blocks of each later hashing call."""
     counts = []
     real = block_keys.chain
 

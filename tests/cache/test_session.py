@@ -325,8 +325,8 @@ def test_a_node_that_is_expected_for_longer_is_not_set_aside_for_ever():
 
 
 def test_blocks_that_a_waiting_request_will_use_are_evicted_last_for_a_while():
-    """Whatever its class says: a waiting request is certain to use the node. If the request does
-    not come, the node has the place of its class again."""
+    """A waiting request is certain to use the node, whatever the node's class says. If the
+    request does not come, the node has the place of its class again."""
     retention = Retention(BLOCK)
     policy = SessionPolicy(retention, Tier.DEVICE)
     wanted, other = Node(None, b"", 0, 1), Node(None, b"", 0, 2)

@@ -71,7 +71,8 @@ def test_groups(rows: str, tile: int) -> None:
 
 @pytest.mark.parametrize("rows", [*HALVES, "fp32"])
 def test_prompts(rows: str) -> None:
-    """Rows of float32 are only computed in this way."""
+    """For prompts, weights are converted first and then multiplied. Rows of float32 are always
+    computed in this way."""
     x = f"*{rows}"
     unpacked = compiled(
         mx_prompts._unpack, weight="*i16", scales="*u8", out=x, first="i32", last="i32",

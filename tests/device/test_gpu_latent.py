@@ -108,8 +108,8 @@ class Rows:
             self.stored = pool.data
 
     def queries(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
-        """Random queries, smaller where latents differ in size: the rounding of scores of
-        thousands would already be an error above what is allowed."""
+        """Random queries. They are smaller where latents differ in size, because the rounding
+        errors of scores of thousands are larger than what is allowed."""
         size = 0.02 if self.stored is not self.pool else 1.0
         shape = (num_tokens, self.heads, self.size)
         return (size * torch.randn(shape, device=DEVICE)).to(dtype)

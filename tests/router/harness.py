@@ -118,7 +118,7 @@ class Instance:
                 await asyncio.sleep(0.01)
 
     def note_paths(self):
-        """From now on, the path of each request that arrives here."""
+        """Return a list that gets the path of each later request to this instance."""
         app, paths = self.readiness._app, []
         assert app is not None, "an instance that registered has an application"
 
