@@ -243,7 +243,7 @@ def attend_decodes(
     heads, latent = out.shape[1:]
     exact = query.element_size() == 4
     group = min(max(16, triton.next_power_of_2(heads)), 16 if exact else _MAX_DECODE_HEADS)
-    early = starts_early(query)
+    early = starts_early(query, is_short=True)
     _attend_decodes[(triton.cdiv(heads, group), len(work.work_row))](
         query,
         pool,

@@ -171,7 +171,7 @@ def attend_pieces(
     heads, latent = out.shape[1:]
     block_tokens, size = pool.shape[3], pool.shape[-1]
     whole = pool.as_strided((len(pool) * pool.stride(0),), (1,))
-    early = starts_early(query)
+    early = starts_early(query, is_short=True)
     _attend[(triton.cdiv(heads, _QUERIES), len(work.work_row))](
         query,
         whole.view(torch.int16),
