@@ -166,7 +166,7 @@ def test_decodes_in_one_piece_and_in_many(
         assert error(out[row], rows.exact(row, query[row : row + 1])[0]) < ALLOWED[dtype]
 
 
-@pytest.mark.parametrize(("shape", "fits"), zip(SHAPES, (0, 0, 1, 0, 1), strict=True))
+@pytest.mark.parametrize(("shape", "fits"), list(zip(SHAPES, (0, 0, 1, 0, 1), strict=True)))
 def test_pairs_are_read_where_blocks_and_sizes_allow_it(
     shape: tuple[int, int, int, int], fits: int
 ) -> None:
