@@ -1,10 +1,13 @@
 """`headwater bench tiers` prints the documented figures."""
 
 import json
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from headwater.bench._tier_engine import TierRun, _cpu_by_thread, _used_since, thread_ms
 from headwater.bench.tiers import _compute
 from headwater.cli import main
 
@@ -18,6 +21,7 @@ def test_json_has_the_promised_keys(capsys):
     result = json.loads(capsys.readouterr().out)
     for name in ("all_miss_loss", "all_miss_loss_write_through"):
         assert result[f"{name}_ci95"]["low"] <= result[name] <= result[f"{name}_ci95"]["high"]
+    assert result["thread_ms"]["none"]["MainThread"] > 0
     assert result["convoy_ratio"] > 0
     assert set(result["recompute_ttft_ms"]) == {"256", "512"}
     assert {"host", "file"} <= set(result["hit_ttft_ms"])
@@ -33,6 +37,45 @@ def test_json_has_the_promised_keys(capsys):
     assert result["hung_lost_slots"] == {"memory contains": 0, "memory write": 0}
     assert result["hung_breakers"]["memory contains"] == "open / closed"
     assert result["hung_breakers"]["memory write"] in ("closed / open", "closed / half_open")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the time of a thread")
+def test_processor_time_is_told_by_thread():
+    """A thread that computed is named with its time; one that waited all the time is not."""
+    go, computed, end = threading.Event(), threading.Event(), threading.Event()
+
+    def compute():
+        go.wait()
+        sum(range(300_000))
+        computed.set()
+        end.wait()
+
+    threads = [
+        threading.Thread(target=compute, name="busy"),
+        threading.Thread(target=end.wait, name="idle"),
+    ]
+    for thread in threads:
+        thread.start()
+    while not all(thread.native_id for thread in threads):
+        pass
+    before = _cpu_by_thread()
+    go.set()
+    computed.wait()
+    used = _used_since(before)
+    end.set()
+    for thread in threads:
+        thread.join()
+
+    assert used["busy"] > 0.001
+    assert used.get("idle", 0.0) < 0.001
+
+
+def test_the_time_of_a_thread_is_the_median_of_all_runs():
+    """A thread that a run does not name used no time in it."""
+    times: list[dict[str, float]] = [{"a": 0.002}, {"a": 0.004, "b": 0.5}, {}]
+    runs = [TierRun(seconds=1.0, first_s=1.0, thread_s=each) for each in times]
+
+    assert thread_ms(runs) == {"a": 2.0, "b": 0.0}
 
 
 class ScriptedEngine:

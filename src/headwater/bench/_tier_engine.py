@@ -1,7 +1,10 @@
 """An engine in this process for benchmarks of tiers."""
 
 import itertools
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from time import process_time, thread_time
 from typing import TYPE_CHECKING, Any
@@ -48,6 +51,38 @@ class TierRun:
     found: dict[str, int] = field(default_factory=dict)
     """Cached prompt tokens, by tier."""
 
+    thread_s: dict[str, float] = field(default_factory=dict)
+    """Processor time by the name of the thread; empty where the system does not tell."""
+
+
+def thread_ms(runs: Sequence[TierRun]) -> dict[str, float]:
+    """The median processor time of each thread, over all runs."""
+    names = sorted({name for run in runs for name in run.thread_s})
+    return {name: 1e3 * median(run.thread_s.get(name, 0.0) for run in runs) for name in names}
+
+
+def _cpu_by_thread() -> dict[int, float]:
+    """Seconds of processor time of each native thread of this process."""
+    used: dict[int, float] = {}
+    for thread in threading.enumerate():
+        try:
+            text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text("ascii")
+        except OSError:  # the thread has ended, or the system is not Linux
+            continue
+        used[thread.native_id or 0] = int(text.split()[0]) / 1e9
+    return used
+
+
+def _used_since(before: dict[int, float]) -> dict[str, float]:
+    """Processor time since `before` by the name of the thread, for threads that used any."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    used: dict[str, float] = {}
+    for thread, now_s in _cpu_by_thread().items():
+        if now_s > before.get(thread, 0.0):
+            name = names.get(thread, "ended")
+            used[name] = used.get(name, 0.0) + now_s - before.get(thread, 0.0)
+    return used
+
 
 class TimedRunner:
     """Passes all calls to a runner, and measures its processor time."""
@@ -92,7 +127,7 @@ class TierEngine:
     def serve(self, prompts: list[Tokens], *, max_tokens: int) -> TierRun:
         """Serve all requests at once."""
         began_s, first_s = self._clock.now(), 0.0
-        before, cpu_s = self.core.stats(), process_time()
+        before, cpu_s, threads_s = self.core.stats(), process_time(), _cpu_by_thread()
         waiting, found = len(prompts), dict.fromkeys(("device", "host", "storage"), 0)
         for prompt in prompts:
             self.core.add(self._request(prompt, max_tokens))
@@ -125,6 +160,7 @@ class TierEngine:
             decide_p50_us=1e6 * median(turns_s),
             decide_cpu_us=1e6 * decide_cpu_s / num_steps,
             found=found,
+            thread_s=_used_since(threads_s),
         )
 
     def make_prompt(self, num_tokens: int, seed: int) -> Tokens:

@@ -33,7 +33,7 @@ from headwater.bench._report import print_report
 from headwater.bench._stopped_media import BACKENDS
 from headwater.bench._storage_media import Media, open_media
 from headwater.bench._storage_order import measure_storage_order
-from headwater.bench._tier_engine import TierEngine, TierRun
+from headwater.bench._tier_engine import TierEngine, TierRun, thread_ms
 from headwater.bench._tier_pricing import measure_pricing
 from headwater.bench._tier_pricing_live import live_scenarios, measure_live_pricing
 from headwater.bench._tier_sessions import measure_sessions
@@ -153,8 +153,8 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
     """`all_miss_loss`: the share of throughput that tiers cost if nothing ever hits.
 
     Engines with the same weights serve the same prompts alternately. `control` is a second
-    engine without tiers: its loss is the noise of this machine. `cpu` figures are processor
-    time, including copies in threads, which other processes disturb least.
+    engine without tiers: its loss is the noise of this machine. `cpu` figures are processor time
+    with all threads, `thread_ms` that of each thread; other processes disturb them least.
     """
     engines = _miss_engines(folder, options)
     runs: dict[str, list[TierRun]] = {name: [] for name in engines}
@@ -180,7 +180,7 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
         result[field] = {
             name: median(getattr(run, field) for run in runs[name][1:]) for name in runs
         }
-    return result
+    return result | {"thread_ms": {name: thread_ms(runs[name][1:]) for name in runs}}
 
 
 def _measure_hung(options: Namespace) -> Result:
