@@ -95,7 +95,7 @@ def _device_name(device: str) -> str:
 
 
 def _version(package: str) -> str | None:
-    """Major and minor version."""
+    """Major and minor version of a package; None if it is not installed."""
     try:
         return ".".join(metadata.version(package).split(".")[:2])
     except metadata.PackageNotFoundError:

@@ -31,7 +31,8 @@ def measure_prefill(
 def measure_first_token(
     model: LoadedModel, folder: Path, ceiling_gb_s: float, transformers_s: float
 ) -> dict[str, Any]:
-    """A prompt of 32 k tokens: computed, found on the device, on the host, in a file."""
+    """Measure the first token of a prompt of 32 k tokens: computed, and found on the device, on
+    the host and in a file."""
     blocks = LONG // BLOCK_TOKENS
     engine = GpuEngine(
         model,

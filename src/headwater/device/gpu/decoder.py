@@ -288,8 +288,9 @@ class FusedDecoder:
             self._add_mlp(layer, hidden, later, is_eager=is_eager)
 
     def _is_bias_added_later(self, layer: FusedWeights, hidden: Tensor) -> bool:
-        """Whether the norm before experts adds the bias of the output projection, which takes
-        another kernel if the product of several rows also adds to `hidden`."""
+        """Whether the norm before the experts adds the bias of the output projection. Otherwise
+        the bias would take a kernel of its own where a product of several rows also adds to
+        `hidden`."""
         return (
             isinstance(layer.mlp, MoeBlock)
             and isinstance(layer.mlp_norm, RmsNorm)

@@ -153,7 +153,7 @@ def _is_supported(matrix: Fp8Matrix) -> bool:
 
 
 def _scales(matrix: Fp8Matrix) -> Tensor:
-    """One for each output, or the published ones of blocks."""
+    """The scales of a matrix: one for each output, or the published scales of its blocks."""
     if matrix.block == (SCALE_BLOCK, SCALE_BLOCK):
         return matrix.scales
     return matrix.scales[:, 0].repeat_interleave(matrix.block[0])[: len(matrix.codes)]

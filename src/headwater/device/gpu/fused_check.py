@@ -90,7 +90,8 @@ class _Tables:
         device = next(model.rotary_emb.buffers()).device
         one = torch.ones((max_positions, 1), device=device)
         self._still = one, torch.zeros_like(one)
-        """The table of layers that rotate nothing: one pair of elements, turned by nothing."""
+        """The table of layers without rotary embedding: one pair of elements, rotated by an
+        angle of zero."""
 
     def kind(self, number: int) -> dict[str, str]:
         """Arguments of the rotary module for a layer, in addition to positions."""

@@ -82,7 +82,7 @@ class CompilationCounter:
         if self._is_ready:
             self.num_after_ready += 1
             log.warning(
-                "a kernel was compiled or loaded after the engine was ready kernel=%s",
+                "a kernel was compiled or loaded after the engine was ready: kernel=%s",
                 details.get("repr", "?"),
             )
         else:

@@ -62,7 +62,8 @@ class FusedWeights:
     """Norms over all of Q and all of K, as in OLMo 2."""
 
     output_gate: Weight | None
-    """Projects to factors of attention before its projection, through a sigmoid; AFMoE."""
+    """The projection of a gate, as in AFMoE: its sigmoid is multiplied with the result of
+    attention before the output projection."""
 
     output: Weight
     output_bias: Tensor | None

@@ -22,7 +22,8 @@ _STAGED_ROWS = 16
 """Rows for which pinned memory is allocated at start; it grows if needed."""
 
 _FIRST = -1
-"""The priority of the stream: the forward pass has all multiprocessors at work."""
+"""The priority of the stream. It is high, because the forward pass keeps all multiprocessors
+busy."""
 
 
 class MaskBuffer:

@@ -107,8 +107,8 @@ class QuantizedWeight:
         )  # fmt: skip
 
     def gated(self, x: Tensor, norm: Norm | None, activation: GateActivation) -> Tensor | None:
-        """`activation(gate) * up` of a weight of both; None if `plain` is faster, which has
-        interleaved rows then."""
+        """`activation(gate) * up`, from one weight of gate and up; None if the product with
+        `plain` is faster, whose rows are interleaved in this case."""
         if len(x) == 1:
             return self.one_row(x, norm=norm, gated=True, activation=activation)
         result = self._fused(x, norm, is_gated=True, activation=activation)
@@ -144,7 +144,7 @@ class QuantizedWeight:
         return len(x) > 1 and x.dtype in self.library_types
 
     def of_codes(self, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
-        """`x @ weight.T`, by torch; the first two are what `x` became."""
+        """`x @ weight.T`, by torch; `codes` and `scales` are `x`, quantised."""
         if self.code is Code.FP8_GROUP:
             return fp8_blocks.product(
                 codes, scales, self.codes, self.scales, self.blocks, x.dtype

@@ -162,7 +162,7 @@ class CudaRunner:
             decoder.warm(self.pool.data)
             for variant in _distinct([layer.variant for layer in decoder.layers]):
                 warm_chunks(self.pool, decoder.heads, variant)
-        log.info("graphs are captured sizes=%d", len(self.graphs.sizes))
+        log.info("graphs are captured: sizes=%d", len(self.graphs.sizes))
 
     def clear(self) -> None:
         """Forget the warm-up steps. The pool must contain zeros, because a masked key is still
@@ -189,7 +189,7 @@ class CudaRunner:
         if self.announce_warm is not None:
             self.announce_warm(WarmPhase.CLEAR)
         self.clear()
-        log.info("kernels are compiled and loaded steps=%d", num_steps)
+        log.info("kernels are compiled and loaded: steps=%d", num_steps)
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue one step; `collect` returns its result."""

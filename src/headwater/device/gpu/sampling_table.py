@@ -41,7 +41,7 @@ class SamplingTable:
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._index: dict[int, int] = {}
-        # Keeping references prevents that the ids of the objects are reused.
+        # While the references are kept, the ids of the objects are not reused.
         self._params: list[SamplingParams] = []
         self.floats = {name: np.zeros(max_entries, dtype=np.float32) for name in _FLOATS}
         self.ints = {name: np.zeros(max_entries, dtype=np.int64) for name in _INTS}

@@ -13,8 +13,8 @@ from headwater.scheduler.batch import IntArray
 
 PIECE_STEP = 64
 PART_STEP = 128
-"""Pieces of decodes begin at multiples of the first number, parts of tiles at multiples of the
-second, because kernels read at most so many keys at once."""
+"""Pieces of decodes begin at multiples of the first number, and parts of tiles at multiples of
+the second: the kernels read up to that many keys at once."""
 
 _MIN_PIECE = 192
 """Minimum number of tokens in a piece, unless there is one KV head. A short context in more

@@ -8,7 +8,7 @@ import triton.language as tl
 
 class GateActivation(IntEnum):
     """How an MLP combines its gate and up projections. Without a gate, `activate` gets the up
-    projection as the gate, and one in its place."""
+    projection as `gate`, and one as `up`."""
 
     SILU = 0
     GELU_TANH = 1

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 _GLOBAL_ALIGNMENT = 16
-"""Of the address of a tensor and of its strides, in bytes."""
+"""Alignment, in bytes, of the address of a tensor and of its strides."""
 
 _TILE_ALIGNMENT = 128
-"""Of a tile in shared memory, in bytes. Tiles in flight lie next to each other, so a tile must
-also be a multiple of this."""
+"""Alignment, in bytes, of a tile in shared memory. Tiles in flight lie next to each other, so
+the size of a tile must be a multiple of this, too."""
 
 _MAX_SIDE = 256
-"""Elements of a tile in one dimension."""
+"""Maximum number of elements of a tile in one dimension."""
 
 
 def can_copy(tensor: Tensor, tile: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ MAX_ROWS = 256
 """With more rows, reading the router for each of them takes longer than a GEMM."""
 
 _MAX_EXPERTS = 32
-"""Sums of all experts are in registers."""
+"""Maximum number of experts: the sums of all experts are in registers."""
 
 _INPUTS = 512
 """Inputs per iteration."""

@@ -50,7 +50,7 @@ _EXACT_SHAPE = 64, 32, 2, 4
 def _dot(weights, rows, acc, scale, SCALING: tl.constexpr, SUMS: tl.constexpr,
          FEW: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """`acc` plus the product of a tile. A `scale` of the whole tile multiplies the sums if
-    `SUMS`, otherwise the weights: what there is less of."""
+    `SUMS`, otherwise the weights: the smaller of the two."""
     if SCALING == 2 and SUMS:
         part = tl.zeros(acc.shape, tl.float32)
         acc += _add_dot(weights.to(rows.dtype), rows, part, FEW, EXACT) * scale

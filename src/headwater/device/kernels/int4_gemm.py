@@ -169,9 +169,9 @@ def can_copy_weight(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> boo
 
 
 def _shape(lines: int, size: int, rows: int) -> _Shape:
-    """The fastest shape of about six on an H200. If there are few tiles, programs share them,
-    so that every processor has work; with more rows, fewer do, because their sums take longer
-    to write and add."""
+    """The fastest shape of about six on an H200. If there are few tiles, several programs share
+    each of them, so that every processor has work. With more rows fewer programs share a tile,
+    because their sums take longer to write and add."""
     stages = 4 if rows <= _MANY_ROWS else 3
     if lines >= _MANY_LINES:
         return _Shape(_WIDE, 1, stages, 4 if rows <= _FEWEST_ROWS else 8)

@@ -1,4 +1,4 @@
-"""Small arrays of integers between pinned memory and the device, read and written by a kernel.
+"""Copies small arrays of integers between pinned memory and the device, with a kernel.
 
 A copy engine is not used, because a few kilobytes would wait behind the blocks that are being
 loaded or offloaded, and a step would wait for a copy.

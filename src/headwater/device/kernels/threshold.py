@@ -105,12 +105,12 @@ def _collect(row, room, counter, low, high, top, heat, by_count, VOCAB: tl.const
 @triton.jit
 def _search(row, room, counter, low, high, top, heat, by_count, target, share, at_most, is_near,
             VOCAB: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
-    """The smallest threshold `high` for which less than the target lies above each kept element.
-
-    Elements are counted, or their weights are summed. A negative `target` stands for `share` of
-    the sum over everything above `low`. About `at_most` elements are above `low`; if these are
-    few, `target` is not negative. `is_near` means that `low` is a guess, far below `high`: if
-    less than a counted target lies above it, the search begins again below the smallest element.
+    """The threshold `high`, as small as possible: elements at or above it are kept, and the sum
+    over all elements above a kept one is less than the target. The sum counts elements, or adds
+    their weights. A negative `target` stands for `share` of the sum over everything above
+    `low`. About `at_most` elements are above `low`; if these are few, `target` is not negative.
+    `is_near` means that `low` is a guess, far below `high`: if less than a counted target lies
+    above it, the search begins again below the smallest element.
     """
     sum_low = low * 0.0
     sum_high = low * 0.0
