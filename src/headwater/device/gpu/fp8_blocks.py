@@ -70,9 +70,9 @@ def prefers_blocks(rows: int, outputs: int) -> bool:
 
 @lru_cache
 def offered_types(device: torch.device, outputs: int, inputs: int) -> tuple[torch.dtype, ...]:
-    """Types of results for which torch has these products with weights of a shape. They depend on
-    the device and on the versions of torch, CUDA and the driver, so products are computed once:
-    this is for loading."""
+    """Types of results for which torch has these products with weights of a shape. They depend
+    on the device and on the versions of torch, CUDA and the driver, so this function tries a
+    product of each type. Call it when weights are loaded."""
     if device.type != "cuda" or inputs % GROUP:
         return ()
     kinds = (torch.bfloat16, torch.float16)
