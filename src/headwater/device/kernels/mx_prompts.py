@@ -72,7 +72,7 @@ def add_prompt(
 def _multiply(
     x: Tensor, weights: ExpertWeights, routing: Routing, out: Tensor, *, is_gated: bool
 ) -> None:
-    """`multiply_grouped` with dequantised weights of some experts after another."""
+    """`multiply_grouped` with dequantised weights, of a few experts at a time."""
     packed, scales, bias = weights.part(is_gated=is_gated)
     assert scales is not None, "weights in MXFP4 have scales"
     count, lines, _ = packed.shape
