@@ -305,8 +305,8 @@ class FusedDecoder:
     def _add_attended(
         self, layer: FusedWeights, hidden: Tensor, attended: Tensor, *, is_biased: bool = True
     ) -> None:
-        """Add the projection of attention to `hidden`, which is the input of the layer for
-        its gate."""
+        """Add the projection of attention to `hidden`. Before, `hidden` is the input of the
+        layer, which the gate of attention reads."""
         bias = layer.output_bias if is_biased else None
         parts = zip(hidden.split(MAX_GEMM_ROWS), attended.split(MAX_GEMM_ROWS), strict=True)
         for part, attended_part in parts:

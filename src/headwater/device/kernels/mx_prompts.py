@@ -30,7 +30,8 @@ _GROUPS = 256
 
 @triton.jit
 def _unpack(weight, scales, out, first, last, GROUPS: tl.constexpr):
-    """Groups `first` to `last` of a weight of contiguous groups, whatever its lines are."""
+    """Dequantise groups `first` to `last` of a weight whose groups are contiguous, however long
+    its lines are."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     known = group < last - first
     source = first + group.to(tl.int64)
