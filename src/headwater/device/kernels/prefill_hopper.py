@@ -151,7 +151,7 @@ def _load_tiles(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
 @gluon.jit
 def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
              DIM: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """One half of the queries of each item."""
+    """Attend one half of the queries of each item."""
     dtype: gl.constexpr = q.buffers.dtype
     by_key: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_KEYS, 16]
