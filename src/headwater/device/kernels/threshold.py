@@ -120,7 +120,7 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share, a
         if at_most <= FEW:
             count, above = _collect(row, room, counter, low, high, top, heat, by_count, VOCAB,
                                     BLOCK, FEW)  # fmt: skip
-            # There are more only among elements equal to the k-th.
+            # More than `FEW` are left only if many elements equal the k-th largest.
             going = count > FEW
             if count <= FEW:
                 high = _settle(room, count, high, above, top, heat, target, by_count, FEW)
