@@ -307,7 +307,7 @@ def _add_cache_only(group: _ArgumentGroup) -> None:
         "--cache-only",
         action="store_true",
         help="simulate only the cache, one request after the other: no time, no engine, each "
-        "hash id is one block, no output",
+        "hash id is one block, and requests generate no tokens",
     )
     group.add_argument(
         "--capacity-blocks",

@@ -28,7 +28,7 @@ class RecordTarget(Struct, frozen=True, kw_only=True):
 
 
 class RecordFile:
-    """Owns the file until `close`."""
+    """The open recording of a server. It owns the descriptor until `close`."""
 
     def __init__(self, path: Path, *, start_s: float) -> None:
         """Raises ConfigError if `path` exists or cannot be created."""

@@ -1,7 +1,7 @@
 """Hashes all blocks of a prompt in one native call, without the interpreter lock.
 
-In Python one block costs two calls and 0.5 µs with the lock held: 128 k tokens in blocks of 16
-block every other thread for milliseconds. `prepare` compiles and loads the native form once, at
+In Python one block costs two calls and 0.5 µs with the lock held: for 128 k tokens in blocks of
+16, all other threads would wait for milliseconds. `prepare` compiles and loads the native form once, at
 start; without a compiler or OpenSSL the same keys are computed by `hashlib`.
 """
 

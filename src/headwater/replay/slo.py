@@ -30,8 +30,8 @@ class Bound:
         return f"{self.metric}_p{self.percentile:g}"
 
     def is_kept_by(self, served: SimRequest) -> bool:
-        """Whether one request met the bound. For gaps between tokens, the percentile over its
-        own gaps counts; a request has only one first token and one end."""
+        """Whether one request met the bound. A request has one time to the first token and one
+        end, but many gaps between tokens: the percentile of its own gaps is compared."""
         if not served.finished:
             return False
         if self.metric == "ttft":

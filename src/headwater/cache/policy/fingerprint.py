@@ -19,7 +19,8 @@ _MAX_PREFIXES = 1024
 
 
 class Fingerprints:
-    """Numbers of the prefixes that end with each full piece of `piece_tokens` tokens."""
+    """Computes the numbers. A path is divided into pieces of `piece_tokens` tokens; each prefix of
+    full pieces has a number."""
 
     def __init__(self, piece_tokens: int, blocks_per_piece: int) -> None:
         self._piece_tokens = piece_tokens

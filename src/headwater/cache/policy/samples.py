@@ -75,8 +75,8 @@ class HazardSamples:
         return batch
 
     def _forget(self) -> None:
-        """Drop runs that every bin has learned from, and runs above the limit; not in every
-        call."""
+        """Drop runs that every bin has learned from, and runs above the limit. Does nothing
+        until there are many of them, because it moves the rest of the log."""
         drop = max(int(self._next.min()), len(self._born) - _MAX_LOGGED)
         if drop > len(self._born) // 2 or drop > _MAX_LOGGED // 8:
             for log in (self._born, self._age, self._class):

@@ -141,8 +141,8 @@ class SessionPolicy:
 
     def _least_recent_first(self) -> Iterator[Node]:
         """The order of an LRU, except that nodes which a client expects to use again come last.
-        They are set aside when the reader has finished, so the next reader does not pass over
-        them again."""
+        When the caller stops reading, the expected nodes that were passed over are set
+        aside, so that the next caller does not pass over them again."""
         self._take_back()
         now = self._retention.now
         expected: list[Node] = []

@@ -72,7 +72,7 @@ class PrefillStep:
         self._items: Tensor | None = None
 
     def can_attend(self, variant: Variant) -> bool:
-        """Whether all queries see all tokens before them, with plain scores."""
+        """Whether all queries see all tokens before them, without soft-caps or sinks."""
         sees_all = variant.window is None or variant.window >= self._context
         return variant.has_plain_scores and sees_all
 

@@ -132,7 +132,7 @@ class HostPeerBlocks(_PeerCopies):
 
 
 class CudaCopy:
-    """Everything that was queued on a stream until now."""
+    """The copies that were queued on a stream before this object was made."""
 
     def __init__(self, stream: torch.cuda.Stream, *, spins: bool) -> None:
         """With `spins`, the wait keeps a core busy: copies within a device take less than a

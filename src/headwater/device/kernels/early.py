@@ -6,8 +6,8 @@ its results are visible. Before that it may only read what no kernel of the step
 the lists that divide attention. Every program of such a kernel must call `start_early` before it
 reads anything else, writes or returns; then a kernel is complete only after all kernels before it,
 and memory can be reused as usual. A kernel that starts as usual may let the next one start early: the
-product of one large row does so for the rotation and the attention after it. The first kernel of a step is launched as usual, so that
-everything sent for the step is visible to all of its kernels.
+product of a single large row starts as usual, and the kernel after it starts early. The first kernel
+of a step is launched as usual, so that everything sent for the step is visible to all of its kernels.
 """
 
 import torch

@@ -237,7 +237,8 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share, a
 
 @triton.jit
 def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Weight of exactly k elements among those from `least` on, and the smallest of them."""
+    """Weight of the k largest elements, and the smallest of them. The elements that are
+    `least` or more are these k, and all others that are equal to the smallest."""
     count = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     smallest = tl.full([BLOCK], float("inf"), tl.float32)

@@ -285,8 +285,8 @@ class StreamSender:
     def _wait_check(
         self, pending: _PendingPush, connection: _Connection | None = None
     ) -> WaitCheck:
-        """A check that ends waits at the push's deadline, at `close`, and at the end of the
-        connection."""
+        """The check of one push, to be called while a thread waits. It raises LinkBroken at the
+        push's deadline, after `close`, and after the end of the connection."""
 
         def check_wait() -> None:
             if connection is not None and not connection.is_up:
