@@ -78,7 +78,7 @@ class RoutedCache:
         ]
         batch = EventBatch(ts=0.0, events=events_of(bare, TRACE_BLOCK))
         if self.view.apply(self.view.next, batch) is not EventBatchResult.APPLIED:
-            raise InvariantError("the router did not apply a batch that was the next")
+            raise InvariantError("the router did not apply the next batch in order")
 
 
 def measure_router(trace: Path | None, quick: bool, num_routers: int = 2) -> dict[str, Any]:

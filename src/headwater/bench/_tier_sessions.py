@@ -79,7 +79,7 @@ def _serve_round(engine: TierEngine, *, seed: int) -> list[float]:
 
 
 def _whole(num_tokens: int) -> int:
-    """Tokens in the full blocks of this many tokens; the last sampled token has no KV yet."""
+    """How many of these tokens are in full blocks. The last sampled token has no KV yet."""
     return (num_tokens - 1) // _BLOCK_TOKENS * _BLOCK_TOKENS
 
 

@@ -200,7 +200,7 @@ class Sessions:
             heapify(self._dues)
 
     def _end_promise(self, entry: SessionEntry) -> None:
-        """End the promise to a session; it is not expected any more."""
+        """Keep no blocks for this session because of a hint any more; it is not expected."""
         if entry.promised:
             self._tenants[entry.namespace].promised -= entry.promised
             self._promised -= entry.promised

@@ -297,7 +297,7 @@ def _add_tiers(group: _ArgumentGroup) -> None:
         "--hints",
         choices=("none", "perfect"),
         default="none",
-        help="hints of clients: none, or with each request whether its session continues "
+        help="hints that clients send: none, or in each request whether its session continues "
         "(default: %(default)s)",
     )
 

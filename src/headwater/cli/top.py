@@ -59,7 +59,7 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
     parser.add_argument(
         "--ssl-ca-certs",
         metavar="FILE",
-        help="PEM file with the CA of a server with TLS (default: those of the system)",
+        help="PEM file with the CA of a server with TLS (default: the CAs of the system)",
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help="API key of the server (or HEADWATER_API_KEY)"

@@ -102,9 +102,9 @@ class Arc:
         return node in self._once.sizes or node in self._again.sizes
 
     def _move_border(self, num_blocks: int, others: int, own: int) -> None:
-        """Move the border by `num_blocks`, which is negative in favour of `again`. The border
-        moves further if the list that had the miss remembers fewer evicted blocks (`own`) than
-        the other list."""
+        """Move the border by `num_blocks`, which is negative in favour of `again`. Of the two
+        lists, one had evicted the blocks that are missed now. The border moves further if that
+        list remembers fewer evicted blocks (`own`) than the other one (`others`)."""
         step = num_blocks * max(1.0, others / max(own, 1))
         self._border = min(max(self._border + step, 0.0), float(self._capacity))
 

@@ -30,8 +30,8 @@ _GROUPS = 256
 
 @triton.jit
 def _unpack(weight, scales, out, first, last, GROUPS: tl.constexpr):
-    """Dequantise groups `first` to `last` of a weight whose groups are contiguous, however long
-    its lines are."""
+    """Dequantise groups `first` to `last` of a weight whose groups are contiguous. A group may be
+    in any line of the weight."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     known = group < last - first
     source = first + group.to(tl.int64)

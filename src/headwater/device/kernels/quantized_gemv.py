@@ -85,7 +85,8 @@ def _fixed(a, b, c, d, scale):
 
 @triton.jit
 def _stored(line, LINES: tl.constexpr, HALVES: tl.constexpr):
-    """The row of the weight that holds a line. Lines of gate and up alternate."""
+    """The row of the weight that is this line. With `HALVES`, gate has the first half of the rows
+    and up the second; their lines alternate."""
     return line // 2 + line % 2 * (LINES // 2) if HALVES else line
 
 

@@ -152,8 +152,9 @@ def half_pair(low, high):  # noqa: ANN201 - Triton's own types
 def int4_products(w, initial, a, b, c, d, e, f, g, h):  # noqa: ANN201 - Triton's own types
     """`initial` plus the products of the 16 codes of 64 bits and 16 inputs, all integers.
 
-    Four inputs have their high bytes in `a`, `c`, `e` or `g`, and their low bytes in the next;
-    they belong to the low nibbles of the first 32 bits, to its high nibbles, and so on.
+    Each pair of arguments has four inputs: `a` their high bytes and `b` their low bytes, and so
+    on. `a, b` belong to the low nibbles of the first 32 bits, `c, d` to their high nibbles,
+    `e, f` and `g, h` to those of the other 32 bits.
     """
     return tl.inline_asm_elementwise(
         _INT4_PRODUCTS, "=r,l,r,r,r,r,r,r,r,r,r", [w, initial, a, b, c, d, e, f, g, h],

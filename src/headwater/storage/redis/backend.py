@@ -199,7 +199,10 @@ class RedisStorage:
         if value_bytes is None:
             return BlockRead.ABSENT
         if value_bytes > _MAX_VALUE_BYTES:
-            raise StorageError(f"{self._address} announced a value of {value_bytes} bytes")
+            raise StorageError(
+                f"{self._address} announced a value of {value_bytes} bytes, "
+                f"more than the limit of {_MAX_VALUE_BYTES}"
+            )
         if value_bytes != HEADER_BYTES + len(view):
             _drain(link, value_bytes + 2, deadline)
             self._counters.count_failure("bad_length")
