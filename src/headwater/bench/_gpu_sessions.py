@@ -5,6 +5,7 @@ What a turn could find is everything before its new tokens: the previous prompt 
 """
 
 import asyncio
+import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ import numpy as np
 
 from headwater.bench._client import BenchConnection, connected
 from headwater.bench._gpu_http import ServedModel, serving
+from headwater.bench._server_processes import RunningServer
 from headwater.clock import SystemClock
+
+_COMPUTED = r'headwater:prompt_tokens_computed_total\{.*reason="(\w+)".*\}'
 
 _VOCAB = 256
 """Prompts are token ids below this, which every model has."""
@@ -64,21 +68,21 @@ def spec_for(device: str, *, rounds: int) -> SessionSpec:
 
 
 def measure_sessions(served: ServedModel, spec: SessionSpec, found: dict[str, Any]) -> None:
-    """Measure the cached share of each turn, and the time of all turns after the first, by
-    round."""
+    """Measure the cached share of each turn, the time of all turns after the first, and why
+    tokens were computed, by round."""
     turns = range(2, spec.turns + 1)
     found["possible"] = [spec.possible(turn) for turn in turns]
     found["rounds"] = []
     with ExitStack() as stack:
-        ports = {}
+        servers: dict[str, RunningServer] = {}
         for name, gib in (("with_host", spec.host_gib), ("without_host", 0)):
             server = serving(served, *spec.flags, "--swap-space", str(gib))
-            ports[name] = stack.enter_context(server)[0].port
+            servers[name] = stack.enter_context(server)[0]
         for number in range(spec.rounds):
             found["rounds"].append(
                 {
-                    name: asyncio.run(_serve_round(port, spec, seed=number))
-                    for name, port in ports.items()
+                    name: _measure_round(server, spec, seed=number)
+                    for name, server in servers.items()
                 }
             )
     found |= summarise(found)
@@ -105,6 +109,22 @@ def summarise(found: Mapping[str, Any]) -> dict[str, Any]:
         "time_ratio_highest": max(ratios),
         "time_ratios": ratios,
     }
+
+
+def _measure_round(server: RunningServer, spec: SessionSpec, *, seed: int) -> dict[str, Any]:
+    """The figures of `_serve_round`, and the computed tokens by reason."""
+    before = _computed(server)
+    result: dict[str, Any] = asyncio.run(_serve_round(server.port, spec, seed=seed))
+    after = _computed(server)
+    result["computed"] = {why: count - before.get(why, 0) for why, count in after.items()}
+    return result
+
+
+def _computed(server: RunningServer) -> dict[str, float]:
+    """Prompt tokens that a server has computed, by reason."""
+    counters = server.counters().items()
+    reasons = ((re.fullmatch(_COMPUTED, name), count) for name, count in counters)
+    return {match[1]: count for match, count in reasons if match is not None and count}
 
 
 async def _serve_round(port: int, spec: SessionSpec, *, seed: int) -> dict[str, list[float]]:

@@ -43,7 +43,7 @@ class RunningServer:
     """The process group of all of its processes."""
 
     def counters(self) -> dict[str, float]:
-        """Its Prometheus counters without labels, by name."""
+        """Its Prometheus counters by name and labels, except labels with spaces."""
         status, text = _get(self.port, "/metrics")
         if status != 200:
             raise EngineDead(f"{self.engine} answered {status} to /metrics")
