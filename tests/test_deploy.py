@@ -31,6 +31,14 @@ def test_the_image_copies_what_there_is_and_starts_a_command_line_that_parses():
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.M) == ["headwater"]
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_the_final_stage_of_an_image_has_a_compiler(name: str):
+    """The kernels in C are compiled at the first start; without a compiler slower code is used."""
+    final = (ROOT / "deploy" / name).read_text().rsplit("\nFROM ", 1)[1]
+
+    assert re.search(r"^RUN apt-get update && apt-get install .*\bgcc\b", final, re.M)
+
+
 def test_the_gpu_image_copies_what_there_is_and_serves_on_a_gpu():
     """The same checks hold for the other image, which is not built here."""
     text = (ROOT / "deploy/Dockerfile.gpu").read_text()
