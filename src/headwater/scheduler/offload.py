@@ -24,22 +24,23 @@ from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence
 from headwater.types import Tier
 
-_OFFLOAD_SHARE = 8
-"""One device block in this many may be written to the host at once: enough for the blocks of
-several requests that end in one step. Otherwise such blocks are evicted before they are
-written."""
-
 _OFFLOAD_STEPS = 2
-"""The blocks that this many steps compute may always be in flight to the host, within
-`_MAX_OFFLOAD_SHARE`. Writes are planned once per step, so a smaller number could not keep
-up."""
+"""Until the speed of the link is known, the blocks that this many steps compute may be in flight
+to the host: at least one device block in `_LEAST_SHARE`, at most one in `_MOST_SHARE`."""
+
+_LEAST_SHARE = 8
+_MOST_SHARE = 2
 
 _MAX_OFFLOAD_S = 0.25
-"""The writes in flight take the link at most this time. An admission may have to wait for them:
-on a slow link, losing a block is better than a late first token."""
+"""Then the writes in flight take the link at most this time. An admission may have to wait for
+them: on a slow link, losing a block is better than a late first token."""
 
-_MAX_OFFLOAD_SHARE = 2
-"""`_OFFLOAD_STEPS` allows at most one device block in this many: sequences need the others."""
+_KEPT_SHARE = 8
+"""One device block in this many is never being written: running sequences take their next blocks
+from these. All others may be written at once, because many requests may end in one step. With a
+full host their whole paths are written, and what is not being written when the next requests are
+admitted is lost. With an eighth of the device as the limit, the turns of sessions found as little
+as 0.79 of what they could (64 sessions of an 8B model on an H200, 16 clients, simulated)."""
 
 
 class OffloadPlanner:
@@ -48,11 +49,11 @@ class OffloadPlanner:
     def __init__(self, cache: TieredCache, config: SchedulerConfig) -> None:
         self._cache = cache
         device_blocks = cache.config.device_blocks
-        of_steps = _OFFLOAD_STEPS * config.max_batched_tokens // cache.block_tokens
         self._step_tokens = _OFFLOAD_STEPS * config.max_batched_tokens
-        most = device_blocks // _MAX_OFFLOAD_SHARE
-        self._most_to_host = max(device_blocks // _OFFLOAD_SHARE, min(of_steps, most), 1)
-        self._limits = {Tier.HOST: self._most_to_host, Tier.STORAGE: config.max_write_blocks}
+        self._most_to_host = max(device_blocks - device_blocks // _KEPT_SHARE, 1)
+        of_steps = min(self._step_tokens // cache.block_tokens, device_blocks // _MOST_SHARE)
+        first = max(device_blocks // _LEAST_SHARE, of_steps, 1)
+        self._limits = {Tier.HOST: first, Tier.STORAGE: config.max_write_blocks}
         self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
         """Blocks in flight to each tier. A running sum, because every step reads it."""
 
