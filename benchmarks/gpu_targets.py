@@ -245,7 +245,7 @@ TARGETS = (
     ),
     Target(
         file="gpu-http",
-        what="tokens/s of in process, 128 / 512 / 1,024 clients",
+        what="tokens/s over those in one process, 128 / 512 / 1,024 clients",
         reason="HTTP must not be the limit",
         checks=tuple(
             Check(

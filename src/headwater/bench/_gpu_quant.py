@@ -63,8 +63,8 @@ def measure_mxfp4(ceilings: dict[str, float], *, is_quick: bool) -> dict[str, An
 def measure_fp8_experts(
     shape: str, ceilings: dict[str, float], found: dict[str, Any], *, is_quick: bool
 ) -> None:
-    """Put a mixture with experts in FP8, and all other weights in bfloat16, into `found`: shares
-    of the roofline of what is really read."""
+    """Measure a mixture with experts in FP8 and all other weights in bfloat16. Put its shares of
+    the roofline of what is really read into `found`."""
     batches = [1] if is_quick else [1, 32, 128]
     for method in ("fp8_block", "fp8_channel"):
         model = make_model(shape)

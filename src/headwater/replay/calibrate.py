@@ -136,8 +136,8 @@ def _context_token_s(result: Mapping[str, Any], machine: Machine) -> float:
 
 
 def _with_decode(step: StepCost, points: Points, context_token_s: float) -> StepCost:
-    """`step` with the coefficients of a line through the seconds by rows, without the time to
-    read contexts of 1 k."""
+    """`step` with the costs of decodes: a line is fitted to `points`, the seconds of a step of n
+    rows. The time to read contexts of 1 k is subtracted from its slope."""
     start_s, row_s = _line(points)
     launch_s = min(step.launch_s, start_s)
     return replace(

@@ -394,7 +394,7 @@ def _wait_end_s(sequence: Sequence, now: float) -> float:
 
 
 def _count_passes(blocked: list[Sequence]) -> int:
-    """Count a pass for each of `blocked`; return 1, or 0 if none is blocked."""
+    """Count an admission before each of `blocked`; return 1, or 0 if none is blocked."""
     for sequence in blocked:
         sequence.num_passes += 1
     return 1 if blocked else 0

@@ -238,7 +238,8 @@ class HeldFabric:
             self.refuse(source, push, PushFailure.UNREACHABLE)
 
     def extend(self, source: str, link: str, lease: int, deadline_s: float) -> None:
-        """Extend the deadline of the pushes of `lease` that have not ended to `deadline_s`."""
+        """Set the deadline of all pushes of `lease` that have not ended to `deadline_s`, if that
+        is later."""
         for transfer in self.transfers:
             mine = (transfer.source, transfer.target, transfer.push.lease)
             if mine == (source, link, lease):

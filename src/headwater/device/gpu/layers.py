@@ -295,8 +295,8 @@ def _interleaved(gate: AnyLinear, up: AnyLinear) -> Weight | None:
 
 
 class InterleavedGateUp(nn.Module):
-    """Replaces a linear layer with outputs gate, then up; its weight has their rows
-    interleaved."""
+    """Replaces a linear layer whose outputs are gate, then up. In the weight of this layer,
+    their rows are interleaved."""
 
     bias = None
 

@@ -106,7 +106,8 @@ def _large_enough(contexts: Ints, most: int) -> int:
 
 
 def _piece_in_waves(contexts: Ints, room: int) -> int:
-    """The piece size whose pieces, at most `room`, take the fewest waves times tokens."""
+    """The piece size, with at most `room` pieces, for which the number of waves multiplied by the
+    tokens of a piece is smallest."""
     best, least = 0, 0
     total = int(contexts.sum())
     for waves in range(1, -(-room // _WAVE) + 1):

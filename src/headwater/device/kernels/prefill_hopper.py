@@ -294,7 +294,7 @@ def takes(pool: Tensor, dtype: torch.dtype) -> bool:
 
 
 def fits(variant: Variant) -> bool:
-    """Whether a layer attends to all tokens before it, with plain scores."""
+    """Whether each token of a layer attends to all tokens before it, without soft-caps or sinks."""
     return variant.window is None and variant.has_plain_scores
 
 

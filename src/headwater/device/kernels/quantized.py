@@ -107,7 +107,7 @@ def quantize_groups(
     x: Tensor, norm: tuple[Tensor, float] | None, padded: int
 ) -> tuple[Tensor, Tensor]:
     """Like `quantize_rows`, with a scale for each row and 128 inputs: `[padded, size]` elements
-    and `[groups, padded]` scales. What is not of a row of `x` is undefined."""
+    and `[groups, padded]` scales. Entries after the rows of `x` are undefined."""
     rows, size = x.shape
     codes = torch.empty((padded, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((size // 128, padded), dtype=torch.float32, device=x.device)
