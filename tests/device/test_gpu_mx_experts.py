@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.device.gpu.packed_experts import PackedWeight, packed_weight
 from tests.device.gpu import DEVICE, HALF, IS_INTERPRETED, pytestmark, require_kernels
 
 require_kernels()
 
-from headwater.device.kernels import expert_groups, mx_experts  # noqa: E402 - it imports Triton
+from headwater.device.gpu.packed_experts import (  # noqa: E402 - it imports Triton
+    PackedWeight,
+    packed_weight,
+)
+from headwater.device.kernels import expert_groups, mx_experts  # noqa: E402
 from headwater.device.kernels.activation import GateActivation  # noqa: E402
 from headwater.device.kernels.experts import ExpertWeights  # noqa: E402
 from headwater.device.kernels.mx_prompts import add_prompt  # noqa: E402
